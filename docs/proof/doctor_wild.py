@@ -3,6 +3,7 @@
     python docs/proof/doctor_wild.py --half dev                singles, pairs and healthy dumps
     python docs/proof/doctor_wild.py singles --half dev --players glm4 --causes shifted reencoded
     python docs/proof/doctor_wild.py singles healthy --players glm4 --sampler vllm
+    python docs/proof/doctor_wild.py pairs --half held --seeds 2 --sample 30 --levels c
 
 The players of wild_players.py sample dialogues with transformers, or with vLLM; their programs then
 make one mistake of known cause, or two, or none, and write a dump. The doctor is asked about that
@@ -17,14 +18,13 @@ Dumps whose gap is less than three times that of the noise alone are counted apa
 moves little.
 A cause that nobody injected and that is called "proved" is counted as such. doctor_split.json says
 which players are held: their verdicts are for judging alone. What came out is in
-doctor-wild-HALF.json, or doctor-wild-HALF-SAMPLER.json.
+doctor-wild-HALF.json, or doctor-wild-HALF-SAMPLER.json; a command adds its parts and players to it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
 import tempfile
@@ -1056,22 +1056,17 @@ def judged(
 class Asked:
     """What is run."""
 
-    seeds: int = 1
+    seeds: Sequence[int] = (0,)
     causes: Sequence[str] = ()
     levels: Sequence[str] = ()
-    minutes: float = math.inf
-    """After so many minutes a player begins no further dump; dumps are then in random order."""
-    began: float = field(default_factory=time.monotonic)
+    sample: int | None = None
+    """Cases of each part and player, drawn at random, the same ones each time."""
 
-    @property
-    def is_over(self) -> bool:
-        return time.monotonic() > self.began + 60 * self.minutes
-
-    def ordered(self, cases: Iterable[T]) -> list[T]:
+    def drawn(self, cases: Iterable[T]) -> list[T]:
         out = list(cases)
-        if self.minutes < math.inf:
-            random.Random(5).shuffle(out)
-        return out
+        if self.sample is None:
+            return out
+        return random.Random(5).sample(out, min(self.sample, len(out)))
 
 
 def reaches(one: Fault, program: Program, lines: Sequence[Line]) -> bool:
@@ -1091,15 +1086,15 @@ def pairs(player: str, what: Asked) -> list[dict[str, Any]]:
 def _cases(player: str, what: Asked, cases: Sequence[tuple[Fault, ...]]) -> list[dict[str, Any]]:
     program = wild.program_of(player)
     out: list[dict[str, Any]] = []
-    for faults in what.ordered(cases):
-        if what.is_over:
-            break
+    possible = [
+        faults
+        for faults in cases
+        if all(one.needs(program) for one in faults)
+        and (not what.causes or {one.cause for one in faults} & set(what.causes))
+    ]
+    for faults in what.drawn(possible):
         causes = [one.cause for one in faults]
-        if what.causes and not set(causes) & set(what.causes):
-            continue
-        if not all(one.needs(program) for one in faults):
-            continue
-        for seed in range(what.seeds):
+        for seed in what.seeds:
             work, lines = dump_lines(program, seed, faults)
             if not all(reaches(one, program, lines) for one in faults):
                 continue
@@ -1145,12 +1140,10 @@ HEALTHY: Mapping[str, Mapping[str, Any]] = {
 def healthy(player: str, what: Asked) -> list[dict[str, Any]]:
     program = wild.program_of(player)
     out: list[dict[str, Any]] = []
-    for kind, settings in what.ordered(HEALTHY.items()):
-        if what.is_over:
-            break
+    for kind, settings in what.drawn(HEALTHY.items()):
         if "noise_std" in settings.get("sampling", {}) and not _takes_noise(program):
             continue
-        for seed in range(100, 100 + what.seeds):
+        for seed in what.seeds:
             work, lines = dump_lines(program, seed, [], settings)
             work.program = program  # its directory has the template of its own
             for level in what.levels or LEVELS:
@@ -1241,13 +1234,17 @@ def write(kind: str, found: Mapping[str, Mapping[str, Any]], words: str) -> None
     """found: part -> player -> cases. One line for each case."""
     from run import host
 
+    commands = [f"python docs/proof/doctor_wild.py {words}"]
+    if results(kind).is_file():
+        earlier = json.loads(results(kind).read_text())["commands"]
+        commands = [*(c for c in earlier if c not in commands), *commands]
     figures = {
         part: summary(part, [c for cases in of.values() for c in cases])
         for part, of in found.items()
     }
     head = {
         "part": f"doctor_wild {kind}", "date": datetime.now(UTC).date().isoformat(),
-        "commands": [f"python docs/proof/doctor_wild.py {words}"], "host": host(),
+        "commands": commands, "host": host(),
         "figures": figures,
     }  # fmt: skip
     lines = [json.dumps(head, indent=1)[:-2] + ',\n "cases": {']
@@ -1287,13 +1284,17 @@ def main() -> None:
     parser.add_argument("--sampler", choices=list(wild.SAMPLERS), default="transformers")
     parser.add_argument("--causes", nargs="+", default=[])
     parser.add_argument("--levels", nargs="+", default=[])
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="of each player")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--sample", type=int, help="cases of each part and player")
     parser.add_argument("--jobs", type=int, default=1, help="players at a time")
     parser.add_argument("--resume", action="store_true", help="leave out players that are done")
     parser.add_argument("--summary", action="store_true", help="print the figures of what is there")
     words = parser.parse_args()
-    kind, told = words.half, f"--half {words.half} --seeds {words.seeds}"
+    kind, told = words.half, f"--half {words.half} --seeds {' '.join(map(str, words.seeds))}"
+    if words.sample is not None:
+        told += f" --sample {words.sample}"
+    if words.levels:
+        told += f" --levels {' '.join(words.levels)}"
     if words.sampler != "transformers":
         kind, told = f"{kind}-{words.sampler}", f"{told} --sampler {words.sampler}"
     if words.players:
@@ -1314,9 +1315,9 @@ def main() -> None:
         chosen = [f"{name}@{words.sampler}" for name in chosen]
     what = Asked(
         seeds=words.seeds, causes=tuple(words.causes), levels=tuple(words.levels),
-        minutes=words.minutes,
+        sample=words.sample,
     )  # fmt: skip
-    is_whole = not words.causes and not words.levels
+    is_whole = not words.causes
     todo = {
         player: [p for p in words.parts if not (words.resume and player in found.get(p, {}))]
         for player in chosen
