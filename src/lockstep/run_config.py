@@ -63,7 +63,9 @@ class EvaluationConfig:
     num_tasks: int = 128
     """Held-out tasks; the same ones each time. 0, or evaluation=none, tests nothing."""
     num_samples: int = 1
-    """Samples per task at the training temperature: the k of mean@k and pass@k."""
+    """Samples per task: the k of mean@k and pass@k."""
+    temperature: float | None = None
+    """Temperature of these samples; None takes that of training."""
     greedy: bool = True
     """Also play every task once at temperature 0."""
     success_reward: float = 0.999
@@ -73,7 +75,7 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         check_numbers(self, "evaluation.", "num_samples", least=1)
-        check_numbers(self, "evaluation.", "every", "num_tasks", least=0)
+        check_numbers(self, "evaluation.", "every", "num_tasks", "temperature", least=0)
         is_finite = math.isfinite(self.success_reward)
         require(self, "evaluation.", success_reward=(is_finite, "a finite number"))
 

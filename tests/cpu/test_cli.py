@@ -230,6 +230,14 @@ def test_eval_plays_the_held_out_tasks_again(run, capsys):
     assert found["metrics"]["eval/sampled/mean@1"] == last["eval/sampled/mean@1"]
 
 
+def test_eval_samples_at_a_temperature_of_its_own(run, capsys):
+    words = ("eval", f"{run}@2", "--json", "evaluation.temperature=0")
+    code, out, _ = lockstep(*words, capsys=capsys)
+    found = json.loads(out)["metrics"]
+    assert code == OK
+    assert found["eval/sampled/mean@1"] == found["eval/greedy/mean@1"]
+
+
 def test_verbs_work_in_a_process_of_their_own(run):
     """Kinds of tasks are known by import: a process that did nothing before must know them too."""
     for words in (["eval", f"{run}@2", "--json"], ["report", str(run), "--json"]):

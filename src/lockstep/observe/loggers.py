@@ -1,4 +1,4 @@
-"""Copies of the metrics rows for other trackers: tensorboard, wandb, trackio.
+"""Copies of the metrics rows for other trackers: tensorboard, wandb, trackio, prometheus.
 
 The run directory's `metrics.jsonl` is the record, so a tracker that fails or blocks is reported
 once and never stops a run.
@@ -7,6 +7,7 @@ once and never stops a run.
 from __future__ import annotations
 
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,18 +15,23 @@ from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import MissingExtraError, named
 
+if TYPE_CHECKING:
+    from lockstep.store.config import RecordConfig
+
 CLOSE_SECONDS = 30.0
 """Seconds at the end of a run for the rows that a tracker has not taken yet."""
+MODULES = {"tensorboard": "tensorboard.summary", "prometheus": "prometheus_client"}
+"""Logger -> its module, where that has another name."""
 
 
 def check_loggers(names: Sequence[str]) -> None:
     """Raises MissingExtraError for a tracker whose package is not installed."""
     for name in names:
-        if find_spec(name) is None:
+        if find_spec(MODULES.get(name, name).partition(".")[0]) is None:
             raise MissingExtraError.of(name, extra=name, needed_for="record.loggers")
 
 
@@ -38,19 +44,18 @@ class Loggers:
 
     def __init__(
         self,
-        names: Sequence[str],
+        record: RecordConfig,
         *,
         run_path: Path,
-        project: str,
         config: Mapping[str, Any],
         warn: Callable[[str], None],
     ) -> None:
         self._warn = warn
         self._trackers: list[_Tracker] = []
-        check_loggers(names)
-        for name in names:
-            module = import_module("tensorboard.summary" if name == "tensorboard" else name)
-            make = partial(_open, name, module, run_path, project, dict(config))
+        check_loggers(record.loggers)
+        for name in record.loggers:
+            module = import_module(MODULES.get(name, name))
+            make = partial(_open, name, module, record, run_path, dict(config))
             self._trackers.append(_Tracker(name, make, warn))
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -117,11 +122,49 @@ class _Tensorboard:
         self._writer.close()
 
 
-def _open(name: str, module: Any, run_path: Path, project: str, config: dict[str, Any]) -> Any:
+def metric_name(name: str) -> str:
+    """The name of a metric in Prometheus.
+
+    >>> metric_name("eval/sampled/mean@4")
+    'lockstep_eval_sampled_mean_4'
+    """
+    return "lockstep_" + re.sub(r"\W", "_", name)
+
+
+class _Prometheus:
+    """Serves the latest row as gauges with the label `run`."""
+
+    def __init__(self, module: Any, address: str, run: str) -> None:
+        self._module, self._run = module, run
+        self._registry = module.CollectorRegistry()
+        self._gauges: dict[str, Any] = {}
+        host, _, port = address.rpartition(":")
+        self._server, self._thread = module.start_http_server(int(port), host, self._registry)
+
+    def log(self, numbers: Mapping[str, float], *, step: int) -> None:
+        for name, value in {**numbers, "step": step}.items():
+            key = metric_name(name)
+            if key not in self._gauges:
+                told = f"{name} of the latest step"
+                self._gauges[key] = self._module.Gauge(key, told, ["run"], registry=self._registry)
+            self._gauges[key].labels(self._run).set(value)
+
+    def finish(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _open(
+    name: str, module: Any, record: RecordConfig, run_path: Path, config: dict[str, Any]
+) -> Any:
     """The tracker's run. WANDB_MODE=offline keeps wandb local, and trackio is local unless told
     otherwise."""
     if name == "tensorboard":
         return _Tensorboard(module, run_path)
+    if name == "prometheus":
+        return _Prometheus(module, record.prometheus, run_path.name)
     # wandb's id makes a resumed run continue its curves.
     own = {"id": run_path.name, "dir": str(run_path)} if name == "wandb" else {}
-    return module.init(project=project, name=run_path.name, resume="allow", config=config, **own)
+    settings: Any = {"project": record.project, "name": run_path.name, "config": config}
+    return module.init(**settings, **own, resume="allow")

@@ -55,7 +55,9 @@ class Tester:
     async def test(self) -> tuple[dict[str, float], dict[str, list[Group]]]:
         """The metrics, and the groups of each arm by its name; nothing with evaluation=none."""
         config = self.config
-        arms = [("sampled", config.evaluation.num_samples, config.agent.temperature)]
+        own = config.evaluation.temperature
+        temperature = config.agent.temperature if own is None else own
+        arms = [("sampled", config.evaluation.num_samples, temperature)]
         if config.evaluation.greedy:
             arms.append(("greedy", 1, 0.0))
         metrics: dict[str, float] = {}

@@ -589,9 +589,8 @@ def open_run(
     name = config.name if base is not None else ""
     shown = open_view(is_json=options.view == "json" or not is_leader, name=name)
     loggers = Loggers(
-        config.record.loggers if is_leader else (),
+        config.record if is_leader else replace(config.record, loggers=()),
         run_path=options.out,
-        project=config.record.project,
         config=to_dict(config),
         warn=lambda text: shown.note(text, "warning"),
     )

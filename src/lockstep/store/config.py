@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from lockstep.config import check_numbers, require
 from lockstep.errors import ConfigError
 
-LOGGERS = ("tensorboard", "wandb", "trackio")
+LOGGERS = ("tensorboard", "wandb", "trackio", "prometheus")
 """Metric sinks beside the run directory's own `metrics.jsonl`; each is an extra of the package."""
 
 
@@ -49,9 +49,12 @@ class RecordConfig:
     keep: AllConfig | LastConfig | SampleConfig = field(default_factory=AllConfig)
     """Trajectories to keep: all, the last steps', or a sample of the groups."""
     loggers: tuple[str, ...] = ()
-    """Trackers that get the metrics besides metrics.jsonl: tensorboard, wandb, trackio."""
+    """Trackers that get the metrics besides metrics.jsonl: tensorboard, wandb, trackio,
+    prometheus."""
     project: str = "lockstep"
     """Project name shown by wandb and trackio."""
+    prometheus: str = "127.0.0.1:9464"
+    """HOST:PORT at which the prometheus logger serves the latest row, under /metrics."""
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.loggers if name not in LOGGERS]
@@ -60,3 +63,6 @@ class RecordConfig:
             raise ConfigError(f"record.loggers has {unknown[0]!r}; known are {known}.")
         if len(set(self.loggers)) != len(self.loggers):
             raise ConfigError(f"record.loggers={self.loggers} names a logger twice.")
+        host, _, port = self.prometheus.rpartition(":")
+        is_address = bool(host) and port.isdecimal() and 0 < int(port) < 65536
+        require(self, "record.", prometheus=(is_address, "HOST:PORT, such as 0.0.0.0:9464"))

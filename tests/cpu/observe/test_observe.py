@@ -2,9 +2,13 @@
 
 import math
 import re
+import socket
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 
@@ -14,6 +18,7 @@ from lockstep.observe.alarms import mismatch, mismatch_alarm
 from lockstep.observe.live import RunHeader, View, open_view
 from lockstep.observe.loggers import Loggers
 from lockstep.observe.metrics import METRICS, find_metric
+from lockstep.store.config import RecordConfig
 
 # The names that the design promises: dashboards stand on them.
 PROMISED = [
@@ -151,7 +156,8 @@ def test_a_tracker_that_fails_is_reported_once_and_stops_nobody(tmp_path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "trackio", raising=False)
     warnings = []
-    loggers = Loggers(["trackio"], run_path=tmp_path, project="p", config={}, warn=warnings.append)
+    record = RecordConfig(loggers=("trackio",))
+    loggers = Loggers(record, run_path=tmp_path, config={}, warn=warnings.append)
     for step in range(4):
         loggers.log({"step": step, "reward/mean": 0.5})
     loggers.close()
@@ -170,16 +176,43 @@ def test_a_logger_whose_package_is_missing_names_the_extra(name, tmp_path):
     except ModuleNotFoundError:
         pass
     with pytest.raises(MissingExtraError, match=rf"pip install 'lockstep-rl\[{name}\]'"):
-        Loggers([name], run_path=tmp_path, project="p", config={}, warn=pytest.fail)
+        Loggers(RecordConfig(loggers=(name,)), run_path=tmp_path, config={}, warn=pytest.fail)
 
 
 def test_tensorboard_gets_every_number(tmp_path):
     pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
-    loggers = Loggers(["tensorboard"], run_path=tmp_path, project="p", config={}, warn=pytest.fail)
+    record = RecordConfig(loggers=("tensorboard",))
+    loggers = Loggers(record, run_path=tmp_path, config={}, warn=pytest.fail)
     loggers.log({"step": 0, "reward/mean": 0.5, "train/loss": math.nan})
     loggers.close()
     (events,) = Path(tmp_path, "tensorboard").iterdir()
     assert b"reward/mean" in events.read_bytes()
+
+
+def test_prometheus_reads_the_latest_row(tmp_path):
+    pytest.importorskip("prometheus_client", reason="the extra `prometheus` is not installed")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        address = "{}:{}".format(*taken.getsockname())
+    record = RecordConfig(loggers=("prometheus",), prometheus=address)
+    loggers = Loggers(record, run_path=tmp_path / "a", config={}, warn=pytest.fail)
+    loggers.log({"step": 0, "reward/mean": 0.25})
+    loggers.log({"step": 1, "reward/mean": 0.5, "eval/sampled/mean@4": 1.0})
+    wanted = {
+        'lockstep_reward_mean{run="a"} 0.5',
+        'lockstep_eval_sampled_mean_4{run="a"} 1.0',
+        'lockstep_step{run="a"} 1.0',
+    }
+    ends = time.monotonic() + 30
+    lines: set[str] = set()
+    while not wanted <= lines and time.monotonic() < ends:
+        with suppress(OSError), urlopen(f"http://{address}/metrics", timeout=5) as answer:
+            lines = set(answer.read().decode().splitlines())
+        time.sleep(0.05)
+    loggers.close()
+    assert {line for line in lines if not line.startswith("#")} == wanted
+    with pytest.raises(OSError):
+        urlopen(f"http://{address}/metrics", timeout=5)
 
 
 # -- views ------------------------------------------------------------------------------------

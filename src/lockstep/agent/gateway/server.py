@@ -52,6 +52,8 @@ LOGGER = logging.getLogger(__name__)
 CLAIM_SECONDS, MAX_CLAIM_SECONDS = 30.0, 300.0
 MAX_REMEMBERED_BODIES = 65536
 """Latest bodies that a retry can refer to, by their digests: at most 20 MiB."""
+COUNTS = ("requests", "refused", "failed", "sampled_tokens", "encoded_tokens")
+"""What a server counts; failed: status 500 or above."""
 
 
 class GatewayServer:
@@ -79,7 +81,7 @@ class GatewayServer:
         self._listener = listener or Listener(config or GatewayConfig())
         self.config = self._listener.config
         self.counts: Counter[str] = Counter()
-        """requests, refused, failed (status 500 or above), sampled_tokens, encoded_tokens."""
+        """By the names of COUNTS."""
         self.config.check_key(key)
         self._key, self._claims_need_key = key.encode(), claims_need_key
         self._store = store
@@ -120,6 +122,7 @@ class GatewayServer:
     def _routes(self) -> list[web.RouteDef]:
         routes = [
             web.get("/health", self._health),
+            web.get("/metrics", self._metrics),
             web.post("/sessions", self._create),
             web.get("/sessions", self._list),
             web.get("/sessions/{session}", self._show),
@@ -371,8 +374,17 @@ class GatewayServer:
     async def _health(self, request: web.Request) -> web.Response:
         return _json({"status": "ok", "model": self.model})
 
+    async def _metrics(self, request: web.Request) -> web.Response:
+        """The counts in Prometheus' text format."""
+        self._check_master(request)
+        full = "lockstep_gateway_sessions"
+        text = f"# TYPE {full} gauge\n{full} {len(self.sessions.all())}\n"
+        for name in COUNTS:
+            full = f"lockstep_gateway_{name}_total"
+            text += f"# TYPE {full} counter\n{full} {self.counts[name]}\n"
+        return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4"})
+
     def _section(self) -> str:
-        names = ("requests", "refused", "failed", "sampled_tokens", "encoded_tokens")
         return section(
             self.model,
             addresses={
@@ -382,7 +394,7 @@ class GatewayServer:
                 "api_key": "the server's key" if self._key else "any; the server has none",
             },
             counts={"sessions": len(self.sessions.all())}
-            | {name.replace("_", " "): self.counts[name] for name in names},
+            | {name.replace("_", " "): self.counts[name] for name in COUNTS},
             errors=reversed(self._errors),
         )
 

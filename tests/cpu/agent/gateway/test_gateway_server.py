@@ -118,6 +118,7 @@ def test_with_a_key_of_its_own_the_server_lets_nobody_else_in(locked: Gateway):
         ("POST", f"/s/{made['id']}{CHAT}", BODY),
         ("POST", "/v1/messages", BODY),
         ("GET", "/v1/models", None),
+        ("GET", "/metrics", None),
         ("POST", "/sessions", None),
         ("GET", f"/sessions/{made['id']}/trajectory", None),
     ):
@@ -542,3 +543,18 @@ def test_a_log_that_cannot_be_written_is_said_before_the_server_starts(tmp_path)
         Gateway(script, config=config),
     ):
         pass
+
+
+def test_prometheus_reads_the_counts(gateway: Gateway):
+    def counts() -> dict[str, str]:
+        status, raw, headers = gateway.ask_raw("GET", "/metrics")
+        assert status == 200 and headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        lines = [line for line in raw.decode().splitlines() if not line.startswith("#")]
+        return dict(line.split(" ") for line in lines)
+
+    before = counts()
+    gateway.ask("GET", "/no/such/path")
+    after = counts()
+    name = "lockstep_gateway_refused_total"
+    assert int(after[name]) == int(before[name]) + 1
+    assert {"lockstep_gateway_sessions", "lockstep_gateway_sampled_tokens_total"} <= after.keys()
