@@ -312,6 +312,15 @@ def test_replies_that_lost_their_end_or_their_words(which, cause):
     assert proved(rows) == {cause: {"row-3"}}
 
 
+@pytest.mark.parametrize(("renderer", "places"), [(RENDERER, 12), (None, 0)])
+def test_a_template_tells_that_no_reply_has_its_end(renderer, places):
+    """Rows without any stop id: they may be of another program, if no template is known."""
+    rows = rows_of(DIALOGUES, lambda _, ids, turn: (ids[ids != STOP], turn[ids != STOP]))
+    setting = Setting(stop_ids=frozenset({STOP}), renderer=renderer)
+    found = [c for c in missing_stop(rows, setting) if c.cause == "missing_final"]
+    assert [len(c.begin) for c in found] == [places] * bool(places)
+
+
 def test_tokens_after_a_stop():
     def more(number, ids, turn):
         extra = [] if number != 3 else TOKENIZER.encode("and more")

@@ -103,7 +103,11 @@ def after_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
 def missing_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     spans, (stops, basis) = rows.spans, stop_ids(rows, setting)
     ids = rows.token_ids
-    if not len(spans) or not np.isin(ids, stops).any():  # else the ids are not this program's
+    if not len(spans):
+        return
+    renderer = setting.renderer
+    known = stops if renderer is None else [*stops, *renderer.tokenizer.control_ids]
+    if not np.isin(ids, known).any():  # not this program's ids
         return
     last = spans.end - 1
     ends = np.isin(ids[last], stops)
