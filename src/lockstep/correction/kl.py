@@ -85,11 +85,16 @@ def k3(log_ratio: Tensor) -> Tensor:
     return torch.where(d.abs() < SERIES_BELOW[d.dtype], series, torch.expm1(d) - d)
 
 
+def is_readable(values: Tensor) -> bool:
+    """True if values can be read now: a GPU would make the host wait for all that it has to do."""
+    return values.device.type == "cpu"
+
+
 def _is_below(values: Tensor, bound: float) -> bool:
     """True if all values are below `bound` in size and none is NaN. On a CPU the test is cheap and
     saves work in the usual case. Always False on a GPU, where the test would wait for the
     device."""
-    if values.device.type != "cpu" or not values.numel():
+    if not is_readable(values) or not values.numel():
         return False
     return bool(values.detach().abs().amax() < bound)
 

@@ -5,7 +5,9 @@
 A report is two vectors: one of sums, one of maxima. Reports of micro-batches and ranks merge by
 adding the first and taking the larger of the second, so a run needs one all-reduce of each.
 
-# F fields  G parts that group the tokens  C cells of all parts crossed
+A report stays on the device of its log-probs until `to_metrics` reads it, in one copy.
+
+# F fields  C cells of all parts crossed
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
+from lockstep.errors import AlignmentError
 from lockstep.observe.parts import PARTS
+from lockstep.types import MAX_LOGPROB
 
 Tensor = torch.Tensor
 
@@ -34,23 +38,22 @@ more than OUTLIER_DIFF. d: log ratio trainer - rollout; d2: its square; k3. rati
 20; ratio2: its square. kept: 1 if it is trained on; weight: its weight after bounding, 0 if it is
 not; weight2: the square. above, below: 1 if its weight was outside the limits."""
 
-CELLS = tuple(len(part.labels) for part in PARTS[:-1])
+CELLS = tuple(len(part.labels) for part in PARTS)
 NUM_CELLS = math.prod(CELLS)
-"""All parts crossed but `forced`, which changes often along a row and is summed by itself."""
 _TOTAL = 0  # the first group is of all tokens
-_TOPS = 1 + sum(CELLS)  # groups with a maximum
-_GROUPS = _TOPS + len(PARTS[-1].labels)
+_GROUPS = 1 + sum(CELLS)
 
 SCALARS: tuple[str, ...] = (
     *("active", "active_sequences", "sequences", "sequence_d", "sequence_abs_d"),
     *("sequence_ratio2", "kept_sequences", "weight_sequences", "sequence_weight"),
-    *("sequence_weight2", "normalize_weight", "normalize_count", "penalty"),
+    *("sequence_weight2", "normalize_weight", "normalize_count", "penalty", "positive"),
 )
 """Other sums. active, active_sequences: tokens that count, finite or not, and sequences with one.
 Over sequences with a compared token, each weighing the same: their number; the mean log ratio and
 its size; the square of the product of ratios (cut at exp(20)); the number with a kept token; the
 number with a weight, the weights and their squares. normalize_*: sum and number of the weights that
-are normalised. penalty: sum of the clipped rollout - trainer, which centres the KL penalty."""
+are normalised. penalty: sum of the clipped rollout - trainer, which centres the KL penalty.
+positive: log-probs above MAX_LOGPROB, which no probability has."""
 
 MAXIMA: tuple[str, ...] = (
     *("abs_d", "d", "minus_d", "sequence_abs_d", "sequence_d", "minus_sequence_d"),
@@ -73,7 +76,8 @@ QUANTILES = (0.5, 1 - 0.99, 0.99, 1 - 0.999, 0.999)
 class MismatchReport:
     """The gap between rollout and trainer log-probs of the same tokens, and its correction.
 
-    Made by `lockstep.correction.measure`, and by `weigh` beside the weights. Held on the host.
+    Made by `lockstep.correction.measure`, and by `weigh` beside the weights. Held where the
+    log-probs are.
 
     >>> import torch
     >>> from lockstep.correction import measure
@@ -86,8 +90,7 @@ class MismatchReport:
     sums: Tensor
     """float64, merged by addition: fields of each group, scalars, histogram, tokens per rule."""
     maxima: Tensor
-    """float64, merged by maximum: |d| of each group but `forced`, then MAXIMA; -inf where nothing
-    was seen."""
+    """float64, merged by maximum: |d| of each group, then MAXIMA; -inf where nothing was seen."""
     rules: tuple[str, ...] = ()
     """Names of the rejection rules."""
     is_weighed: bool = False
@@ -97,7 +100,7 @@ class MismatchReport:
     def empty(cls, *, rules: tuple[str, ...] = (), is_weighed: bool = False) -> MismatchReport:
         """The report of no tokens: the neutral element of `merge`."""
         size = _GROUPS * len(FIELDS) + len(SCALARS) + BINS + len(rules)
-        maxima = torch.full((_TOPS + len(MAXIMA),), float("-inf"), dtype=torch.float64)
+        maxima = torch.full((_GROUPS + len(MAXIMA),), float("-inf"), dtype=torch.float64)
         return cls(torch.zeros(size, dtype=torch.float64), maxima, rules, is_weighed)
 
     @classmethod
@@ -105,7 +108,6 @@ class MismatchReport:
         cls,
         fields_FC: Tensor,
         abs_d_C: Tensor,
-        unforced_F: Tensor,
         scalars: Mapping[str, Tensor],
         maxima: Mapping[str, Tensor],
         histogram: Tensor,
@@ -113,8 +115,7 @@ class MismatchReport:
         *,
         is_weighed: bool,
     ) -> MismatchReport:
-        """Adds up the sums over crossed cells (float64) for each part. unforced_F: sums over the
-        tokens that were not forced."""
+        """Adds up the sums over crossed cells (float64) for each part."""
         crossed, largest = fields_FC.view(-1, *CELLS), abs_d_C.view(*CELLS)
         axes = range(len(CELLS))
         groups, tops = [fields_FC.sum(1, keepdim=True)], [abs_d_C.amax()[None]]
@@ -122,7 +123,6 @@ class MismatchReport:
             others = [a for a in axes if a != axis]
             groups.append(crossed.sum([a + 1 for a in others]))
             tops.append(largest.amax(others))
-        groups.append(torch.stack([unforced_F, groups[0][:, 0] - unforced_F], 1))
         zero, none = histogram.new_zeros(()), histogram.new_tensor(float("-inf"))
         sums = [scalars.get(name, zero).double() for name in SCALARS]
         maxima_found = [maxima.get(name, none).double() for name in MAXIMA]
@@ -150,11 +150,12 @@ class MismatchReport:
         distributed."""
         if not (dist.is_available() and dist.is_initialized()):
             return self
+        home = self.sums.device
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
         sums, maxima = self.sums.to(device, copy=True), self.maxima.to(device, copy=True)
         dist.all_reduce(sums, group=group)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
-        return replace(self, sums=sums.cpu(), maxima=maxima.cpu())
+        return replace(self, sums=sums.to(home), maxima=maxima.to(home))
 
     def total(self, name: str) -> Tensor:
         """[] float64: the sum of a field over all tokens, or a scalar."""
@@ -163,7 +164,7 @@ class MismatchReport:
         return self.sums[_GROUPS * len(FIELDS) + SCALARS.index(name)]
 
     def to_metrics(self, prefix: str = "mismatch", *, by_part: bool = True) -> dict[str, float]:
-        """Every figure by name.
+        """Every figure by name. Raises AlignmentError if a log-prob was above 0.
 
         With nothing compared, everything is 0 and `ess` is 1; `compared_tokens` says so.
         k1 is mean(rollout - trainer), k2 half the mean square, k3 mean(exp(d) - 1 - d) with
@@ -175,13 +176,18 @@ class MismatchReport:
         a weighed report only, are of the weights, after bounding and before normalising; there a
         sequence weighs as much as another, whatever its length.
         """
-        maxima: list[float] = self.maxima.numpy().tolist()
-        sizes = [*[len(FIELDS)] * _GROUPS, len(SCALARS), BINS, len(self.rules)]
-        parts: list[list[float]] = [part.tolist() for part in torch.split(self.sums, sizes)]
-        *fields, others, histogram, by_rule = parts
+        sizes = [*[len(FIELDS)] * _GROUPS, len(SCALARS), BINS, len(self.rules), len(self.maxima)]
+        found = torch.cat([self.sums, self.maxima]).cpu()  # the only wait for the device
+        parts: list[list[float]] = [part.tolist() for part in torch.split(found, sizes)]
+        *fields, others, histogram, by_rule, maxima = parts
         groups = [dict(zip(FIELDS, of_group, strict=True)) for of_group in fields]
         scalars = dict(zip(SCALARS, others, strict=True))
-        tops = dict(zip(MAXIMA, maxima[_TOPS:], strict=True))
+        if scalars["positive"]:
+            raise AlignmentError(
+                f"{scalars['positive']:.0f} log-probs are above {MAX_LOGPROB:g}; expected natural "
+                "logs of probabilities. Probabilities, or a shifted row?"
+            )
+        tops = dict(zip(MAXIMA, maxima[_GROUPS:], strict=True))
         total, unforced, forced = groups[_TOTAL], groups[-2], groups[-1]
         compared, sequences = max(total["compared"], 1.0), max(scalars["sequences"], 1.0)
         out = _figures(total, maxima[_TOTAL])
@@ -251,12 +257,12 @@ def split_by_age(metrics: Mapping[str, float], *, is_exact: bool) -> dict[str, f
     return {"mismatch/k3_numerics": numerics, "mismatch/k3_staleness": staleness}
 
 
-def histogram_of(d: Tensor) -> Tensor:
-    """[BINS] float64: the tokens of each bin. d: [N], finite."""
+def histogram_of(d: Tensor, is_counted: Tensor) -> Tensor:
+    """[BINS] float64: the tokens of each bin. d: [N], finite. is_counted: [N] float64, 1 or 0."""
     # Counted by sign, exponent and highest bits of each float32, as one number.
     codes = (d.float().view(torch.int32) >> (23 - _SUB_BITS)) + _NUM_CODES // 2
-    counts = torch.bincount(codes, minlength=_NUM_CODES).double()
-    code = torch.arange(_NUM_CODES) - _NUM_CODES // 2
+    counts = is_counted.new_zeros(_NUM_CODES).scatter_add_(0, codes.long(), is_counted)
+    code = torch.arange(_NUM_CODES, device=d.device) - _NUM_CODES // 2
     size = code & (_NUM_CODES // 2 - 1)
     side = (size - (_FIRST_BIN - 1)).clamp(0, _SIDE)  # 0: below the first edge
     bins = torch.where(code < 0, _SIDE - side, _SIDE + side)

@@ -8,10 +8,10 @@ finished by the merged report of all pieces:
     corrected = [part.finish(total) for part in parts]
 
 Whole rows are weighed in chunks. First come the rules per token, then sums over rows, then the
-rules per row. The sums are all-reduced if sequences are split over ranks. Everything is computed on
-the host; the cost is linear in tokens.
+rules per row. The sums are all-reduced if sequences are split over ranks. Everything is computed
+where the log-probs are, and waits for no device; the cost is linear in tokens.
 
-# N tokens of a chunk, flattened  n compared tokens  R rows  C cells of a report  F fields
+# N tokens of a chunk, flattened  n tokens worked on  R rows  C cells of a report  F fields
 """
 
 from __future__ import annotations
@@ -26,8 +26,14 @@ import torch.distributed as dist
 from lockstep.correction import kl
 from lockstep.correction.config import Correction, Rule
 from lockstep.correction.layout import Layout
-from lockstep.correction.metrics import FIELDS, OUTLIER_DIFF, MismatchReport, histogram_of
-from lockstep.correction.tokens import TokenFacts, Tokens, chunks_of, exp
+from lockstep.correction.metrics import (
+    FIELDS,
+    NUM_CELLS,
+    OUTLIER_DIFF,
+    MismatchReport,
+    histogram_of,
+)
+from lockstep.correction.tokens import TokenFacts, Tokens, chunks_of, exp, widened
 from lockstep.errors import AlignmentError
 from lockstep.types import MAX_LOGPROB
 
@@ -157,22 +163,22 @@ def weigh(
     layout, facts = Layout.of(layout, logprobs), facts or TokenFacts()
     _check(logprobs, rollout_logprobs, correction, layout, facts)
     columns = {"new": logprobs, "old": rollout_logprobs, "mask": layout.mask, **vars(facts)}
-    flat = {name: None if x is None else x.cpu().reshape(-1) for name, x in columns.items()}
-    parts = [_Weighing(correction, flat, layout, rows).run() for rows in chunks_of(layout)]
+    device = logprobs.device
+    flat = {
+        name: None if x is None else torch.as_tensor(x, device=device).reshape(-1)
+        for name, x in columns.items()
+    }
+    parts = [_Weighing(correction, flat, layout, rows).run() for rows in chunks_of(layout, device)]
     weights, keep, reports = zip(*parts, strict=True)
     return Corrected(
-        torch.cat(weights).view(layout.shape).to(logprobs.device),
-        torch.cat(keep).view(layout.shape).to(logprobs.device),
+        torch.cat(weights).view(layout.shape),
+        torch.cat(keep).view(layout.shape),
         merged(reports),
         correction,
         logprobs=logprobs,
         rollout_logprobs=rollout_logprobs,
         layout=layout,
     )
-
-
-SUMMED_ANYHOW = {"ratio": "d", "k1": "d", "k2": "d2", "k3": "k3"}
-"""Statistic -> field of the report. Their sums over a sequence are equal up to a factor."""
 
 
 class _Weighing:
@@ -185,55 +191,68 @@ class _Weighing:
         layout: Layout,
         rows: slice,
     ) -> None:
-        """columns: of all rows of `layout`, flattened, on the host. rows: those to weigh."""
+        """columns: of all rows of `layout`, flattened, on one device. rows: those to weigh."""
         offsets = layout.offsets[rows.start : rows.stop + 1]
         here = slice(int(offsets[0]), int(offsets[-1]))
         parts = {name: None if x is None else x[here] for name, x in columns.items()}
         self.tokens = Tokens.of(parts, offsets - offsets[0])
-        self.runs, self.correction, self.layout = self.tokens.runs, correction, layout
+        self.correction, self.layout = correction, layout
+        self.fields: dict[str, Tensor] = {}
+        """Field of the report -> [C], its sums."""
         self.low, self.high = correction.limits
         self.is_by_row = correction.level in ("sequence", "geometric")
         self.is_masking = correction.level != "none" and correction.bound == "mask"
-        zeros = torch.zeros(len(correction.reject), dtype=torch.float64)
+        zeros = self.tokens.active_R.new_zeros(len(correction.reject))
         self.by_rule = dict(zip((r.name for r in correction.reject), zeros, strict=True))
 
     def run(self) -> tuple[Tensor, Tensor, MismatchReport]:
         """([N] float32 weights, [N] bool kept, figures)."""
         self._sum_gap()
         keep = self._judge_tokens()
-        self._judge_rows(keep)
+        keep = self._judge_rows(keep)
         weights = self._weigh(keep)
-        return self.tokens.among_all(weights), self.tokens.among_all(keep), self._report()
+        return self.tokens.among_all(weights), self.tokens.among_all(keep), self._report(weights)
+
+    def _add(self, name: str, values: Tensor) -> Tensor:
+        """Adds a field of the report. Returns the values in float64."""
+        wide = widened(values)
+        self.fields[name] = self.tokens.by_cell(wide)
+        return wide
+
+    def _add_with_square(self, name: str, values: Tensor) -> None:
+        """Adds two fields: NAME, NAME2."""
+        wide = self._add(name, values)
+        self._add(f"{name}2", wide * wide)
 
     def _sum_gap(self) -> None:
         """The report's figures of the gap itself."""
-        tokens, runs = self.tokens, self.runs
-        runs.add("compared", torch.ones(tokens.d.shape, dtype=torch.bool))
-        runs.add_above("unequal", tokens.size, 0.0)
-        runs.add_above("outlier", tokens.size, OUTLIER_DIFF)
+        tokens = self.tokens
+        is_compared = self._add("compared", tokens.is_compared)
+        self._add("unequal", tokens.size > 0.0)
+        self._add("outlier", tokens.size > OUTLIER_DIFF)
         # float64: the square of d overflows float32 if a log-prob is a substitute for -inf.
-        runs.add_with_square("d", tokens.d)
-        runs.add("k3", tokens.k3)
-        runs.add_with_square("ratio", tokens.ratio)
+        self._add_with_square("d", tokens.d)
+        self._add("k3", tokens.k3)
+        self._add_with_square("ratio", tokens.ratio * is_compared)
+        self.histogram = histogram_of(tokens.d, is_compared)
 
     def _judge_tokens(self) -> Tensor:
         """[n] bool: the tokens that pass by themselves."""
-        tokens = self.tokens
-        keep = torch.ones(tokens.d.shape, dtype=torch.bool)
+        tokens, keep = self.tokens, self.tokens.is_compared
         for rule in self.correction.reject:
             if rule.is_sequence:
                 continue
-            out = _outside(rule, _token_stat(rule, tokens))
+            out = _outside(rule, _token_stat(rule, tokens)) & tokens.is_compared
             if rule.only_negative_advantage and tokens.negative is not None:
                 out &= tokens.negative
             self.by_rule[rule.name] += out.count_nonzero()
-            keep &= ~out
+            keep = keep & ~out
         if self.correction.level == "token" and self.is_masking:
-            keep &= ~self._is_beyond(tokens.ratio)
+            keep = keep & ~self._is_beyond(tokens.ratio)
         return keep
 
-    def _judge_rows(self, keep: Tensor) -> None:
-        """Takes the tokens that their rows reject out of `keep`."""
+    def _judge_rows(self, keep: Tensor) -> Tensor:
+        """`keep` without the tokens that their rows reject."""
         rules = [rule for rule in self.correction.reject if rule.is_sequence]
         sums = self._sum_rows(rules, keep)
         kept_R, none_R = sums["kept"], torch.zeros_like(sums["kept"])
@@ -244,61 +263,59 @@ class _Weighing:
         self.raw_R = exp(self.log_weight_R)
         if self.is_by_row and self.is_masking:
             is_beyond = self._is_beyond(self.raw_R)
-            keep &= ~self.runs.spread(is_beyond)
+            keep = keep & ~self.tokens.spread(is_beyond)
             kept_R = torch.where(is_beyond, none_R, kept_R)
         for rule in rules:
             value = sums[_column(rule)]
             if rule.needs_worst_token:
                 out = value > 0
             else:
-                value = value * {"k1": -1.0, "k2": 0.5}.get(rule.stat, 1.0)
                 out = _outside(rule, value / count if rule.aggregation == "mean" else value)
             out &= self.valid_R > 0
-            rejected, hit, left_R = self.runs.spread(out), self.valid_R, none_R
+            rejected, hit, left_R = self.tokens.spread(out), self.valid_R, none_R
             if rule.only_negative_advantage and self.tokens.negative is not None:
                 rejected &= self.tokens.negative
                 hit, left_R = sums["negative"], sums["spared"]
-            keep &= ~rejected
+            keep = keep & ~rejected
             kept_R = torch.where(out, kept_R.minimum(left_R), kept_R)
             if self.layout.counts_rows:
                 self.by_rule[rule.name] += torch.where(out, hit, 0.0).sum()
         self.is_kept_R = kept_R > 0
+        return keep
 
     def _sum_rows(self, rules: Sequence[Rule], keep: Tensor) -> dict[str, Tensor]:
         """Column -> [R]: the sums that rows are judged by, over all ranks that share them."""
-        tokens, runs = self.tokens, self.runs
-        runs.add("kept", keep)
-        names = ["compared", "d", "kept"]
+        tokens = self.tokens
+        columns = {"compared": tokens.is_compared, "d": tokens.d, "kept": keep}
         if tokens.negative is not None and any(r.only_negative_advantage for r in rules):
-            runs.add("negative", tokens.negative)
-            runs.add("spared", keep & ~tokens.negative)
-            names += ["negative", "spared"]
+            columns["negative"] = tokens.negative & tokens.is_compared
+            columns["spared"] = keep & ~tokens.negative
         for rule in rules:
+            stat = _token_stat(rule, tokens)
             if rule.needs_worst_token:
-                runs.add(_column(rule), _outside(rule, _token_stat(rule, tokens)))
-            elif rule.stat not in SUMMED_ANYHOW:
-                runs.add(_column(rule), _token_stat(rule, tokens))
-            names.append(_column(rule))
-        num_rows = len(tokens.active_R)
-        sums = {"active": tokens.active_R} | {n: runs.by_row(n, num_rows) for n in names}
-        if tokens.impossible_R is not None:
-            for rule in rules:
+                stat = _outside(rule, stat) & tokens.is_compared
                 if rule.rejects_impossible:
-                    sums[_column(rule)] += tokens.impossible_R
+                    is_impossible = tokens.new == float("-inf")
+                    stat |= is_impossible if tokens.mask is None else is_impossible & tokens.mask
+            columns[_column(rule)] = stat
+        sums = {"active": tokens.active_R}
+        sums |= {name: tokens.by_row(values) for name, values in columns.items()}
         whole_FR = self.layout.all_reduce_rows(torch.stack(list(sums.values())))
         return dict(zip(sums, whole_FR, strict=True))
 
     def _weigh(self, keep: Tensor) -> Tensor:
         """[n] float32: the weights, 0.0 where a token is rejected."""
-        self.runs.add("kept", keep)
-        if self.correction.level == "none":
+        tokens = self.tokens
+        self._add("kept", keep)
+        if self.correction.level == "none":  # every kept token weighs 1
+            self.fields["weight"] = self.fields["weight2"] = self.fields["kept"]
             return keep.float()
-        ratio = self.runs.spread(self.raw_R) if self.is_by_row else self.tokens.ratio
+        ratio = tokens.spread(self.raw_R) if self.is_by_row else tokens.ratio
         weights = self._bounded(ratio).float().masked_fill(~keep, 0.0)
-        self.runs.add_with_square("weight", weights)
-        self.runs.add_above("above", ratio, self.high)
+        self._add_with_square("weight", weights)
+        self._add("above", (ratio > self.high) & tokens.is_compared)
         if self.low > 0:  # no ratio is below 0
-            self.runs.add("below", ratio < self.low)
+            self._add("below", (ratio < self.low) & tokens.is_compared)
         return weights
 
     def _bounded(self, raw: Tensor) -> Tensor:
@@ -309,31 +326,33 @@ class _Weighing:
 
     # -- the figures ------------------------------------------------------------------------------
 
-    def _report(self) -> MismatchReport:
+    def _report(self, weights: Tensor) -> MismatchReport:
         correction, tokens = self.correction, self.tokens
-        fields_FC, unforced_F = self.runs.by_cell(FIELDS)
-        abs_d_C = self.runs.largest_by_cell(tokens.size)
-        kept, weight = FIELDS.index("kept"), FIELDS.index("weight")
-        if correction.level == "none":  # every kept token weighs 1
-            fields_FC[weight : weight + 2] = fields_FC[kept]
+        zero = tokens.active_R.new_zeros(NUM_CELLS)
+        fields_FC = torch.stack([self.fields.get(name, zero) for name in FIELDS])
+        abs_d_C = tokens.largest_by_cell(tokens.size)
         scalars, maxima = {"active": tokens.active_R.sum()}, {"abs_d": abs_d_C.amax()}
+        if not kl.is_readable(tokens.new):
+            is_positive = (tokens.new > MAX_LOGPROB) | (tokens.old > MAX_LOGPROB)
+            scalars["positive"] = (is_positive & tokens.is_compared).sum()
         if len(tokens.d):
-            maxima |= {"d": tokens.d.amax(), "minus_d": (-tokens.d).amax()}
+            for name, values in (("d", tokens.d), ("minus_d", -tokens.d)):
+                maxima[name] = torch.where(tokens.is_compared, values, float("-inf")).amax()
         if correction.changes_advantages:
             clip = correction.kl_penalty_clip or float("inf")
             scalars["penalty"] = (-tokens.d).clamp(-clip, clip).sum(dtype=torch.float64)
         if correction.is_normalized and not self.is_by_row:
-            scalars["normalize_weight"] = fields_FC[weight].sum()
-            scalars["normalize_count"] = fields_FC[kept].sum()
+            # Summed in one order on every run: cells of a GPU are not, and this decides weights.
+            scalars["normalize_weight"] = weights.sum(dtype=torch.float64)
+            scalars["normalize_count"] = fields_FC[FIELDS.index("kept")].sum()
         if self.layout.counts_rows and len(self.d_R):
             self._add_row_figures(scalars, maxima)
         return MismatchReport.of_cells(
             fields_FC,
             abs_d_C,
-            unforced_F,
             scalars,
             maxima,
-            histogram_of(tokens.d),
+            self.histogram,
             self.by_rule,
             is_weighed=correction.changes_tokens,
         )
@@ -379,13 +398,12 @@ class _Weighing:
 
 
 def _column(rule: Rule) -> str:
-    if not rule.needs_worst_token and rule.stat in SUMMED_ANYHOW:
-        return SUMMED_ANYHOW[rule.stat]
     return f"rule {rule.name}"  # a label may be anything, "compared" too
 
 
 def _token_stat(rule: Rule, tokens: Tokens) -> Tensor:
-    """[n]: the rule's statistic of each token; for a ratio or a probability, its log."""
+    """[n]: the rule's statistic of each token, for a ratio or a probability its log; finite also
+    where a token is not compared."""
     match rule.stat:
         case "ratio":
             return tokens.d
@@ -396,9 +414,10 @@ def _token_stat(rule: Rule, tokens: Tokens) -> Tensor:
         case "k3":
             return tokens.k3
         case "prob_diff":
-            return (tokens.new.exp() - tokens.old.exp()).abs()
+            difference = (tokens.new.exp() - tokens.old.exp()).abs()
+            return torch.where(tokens.is_compared, difference, 0.0)
         case "old_prob":
-            return tokens.new.to(tokens.d.dtype)
+            return tokens.new
 
 
 def _outside(rule: Rule, value: Tensor) -> Tensor:
@@ -439,6 +458,8 @@ def _check(
 
 
 def _check_not_positive(name: str, values: Tensor, layout: Layout) -> None:
+    if not kl.is_readable(values):
+        return  # the report counts such tokens, and `to_metrics` raises
     if not values.numel() or bool(values.amax() <= MAX_LOGPROB):
         return  # NaN is not <=; padding may hold NaN, which is checked below
     is_wrong = (values > MAX_LOGPROB) & (values < float("inf"))
