@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lockstep.correction.arrays import takes_arrays
 from lockstep.errors import AlignmentError
 
 Tensor = torch.Tensor
@@ -35,6 +36,7 @@ class AveragedLogprobs:
     where either is not finite. None without `rollout_logprobs`."""
 
 
+@takes_arrays
 def average_logprobs(
     scorings: Tensor | Sequence[Tensor],
     *,

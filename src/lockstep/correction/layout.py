@@ -62,6 +62,7 @@ class Layout:
     @classmethod
     def padded(cls, mask: Tensor, *, group: dist.ProcessGroup | None = None) -> Layout:
         """Layout of [B, T] tensors; mask [B, T], True or non-zero where a token counts."""
+        mask = torch.as_tensor(mask)
         if mask.ndim != 2:
             raise AlignmentError(
                 f"a padded mask has the shape {list(mask.shape)}; expected [rows, tokens]. "
@@ -87,6 +88,7 @@ class Layout:
             raise AlignmentError(f"row {int(sizes.argmin())} has the length {int(sizes.min())}.")
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         total = int(offsets[-1])
+        mask = None if mask is None else torch.as_tensor(mask)
         if mask is not None and tuple(mask.shape) != (total,):
             raise AlignmentError(
                 f"the rows' lengths sum to {total} tokens, the mask has the shape "

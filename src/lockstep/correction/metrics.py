@@ -123,7 +123,7 @@ class MismatchReport:
             others = [a for a in axes if a != axis]
             groups.append(crossed.sum([a + 1 for a in others]))
             tops.append(largest.amax(others))
-        zero, none = histogram.new_zeros(()), histogram.new_tensor(float("-inf"))
+        zero, none = histogram.new_zeros(()), histogram.new_full((), float("-inf"))
         sums = [scalars.get(name, zero).double() for name in SCALARS]
         maxima_found = [maxima.get(name, none).double() for name in MAXIMA]
         parts = [torch.cat(groups, 1).t().reshape(-1), torch.stack(sums), histogram]

@@ -87,19 +87,21 @@ class Tokens:
     def of(cls, columns: Columns, offsets: Int64Array) -> Tokens:
         """The tokens of rows that begin at `offsets`. columns: [N] each, on one device: `new`,
         `old`, `mask` and the columns of `TokenFacts`."""
-        new, index = columns["new"], None
+        new, index, num_all = columns["new"], None, int(offsets[-1])
         assert new is not None, "both log-probs are always given"
-        num_all, device = len(new), new.device
+        lengths = to_device(np.diff(offsets), new.device)
         if columns["positions"] is None:
-            lengths = to_device(np.diff(offsets), device)
-            begins = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths, output_size=num_all)
-            columns = {**columns, "positions": torch.arange(num_all, device=device) - begins}
-        if (mask := columns["mask"]) is not None and device.type == "cpu":
+            first_R = lengths.cumsum(0) - lengths
+            begins = torch.repeat_interleave(first_R, lengths, output_size=num_all)
+            positions = torch.arange(num_all, device=new.device) - begins
+            columns = {**columns, "positions": positions}
+        if (mask := columns["mask"]) is not None and kl.is_readable(mask):
             index = mask.nonzero().flatten()
-            offsets = np.searchsorted(index.numpy(), offsets)
-            columns = {k: None if x is None else x.index_select(0, index) for k, x in columns.items()}
-            columns["mask"] = None
-        lengths = to_device(np.diff(offsets), device)
+            lengths = torch.from_numpy(np.diff(np.searchsorted(index.numpy(), offsets)))
+            columns = {
+                name: None if x is None or x is mask else x.index_select(0, index)
+                for name, x in columns.items()
+            }
         new, old, mask, advantages = (columns[k] for k in ("new", "old", "mask", "advantages"))
         assert new is not None and old is not None, "both log-probs are always given"
         d, is_compared = kl.log_ratio(new, old, mask)

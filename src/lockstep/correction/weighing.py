@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.correction import kl
+from lockstep.correction.arrays import takes_arrays
 from lockstep.correction.config import Correction, Rule
 from lockstep.correction.layout import Layout
 from lockstep.correction.metrics import (
@@ -103,6 +104,7 @@ class Corrected:
         return self.report.to_metrics(prefix)
 
 
+@takes_arrays
 def correct(
     logprobs: Tensor,
     rollout_logprobs: Tensor,
@@ -122,7 +124,9 @@ def correct(
 
     Padding may hold anything. Tokens that count and are not finite are rejected and counted. With
     no token at all everything is empty or 0; nothing is raised. Raises AlignmentError for shapes
-    that differ, log-probs above 0 and log-probs that carry gradient.
+    that differ, log-probs above 0 and log-probs that carry gradient. On a GPU the host waits for
+    nothing: there `to_metrics`, whose figures are one copy, raises for a log-prob above 0.
+    Arrays give arrays.
 
     >>> new, old = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -3.0]])
     >>> correct(new, old, Correction.tis()).weights.tolist()
@@ -140,9 +144,8 @@ def measure(
     facts: TokenFacts | None = None,
 ) -> MismatchReport:
     """The gap alone, nothing corrected. Arguments as for `correct`."""
-    return weigh(
-        logprobs.detach(), rollout_logprobs.detach(), Correction(), layout=layout, facts=facts
-    ).report
+    both = (torch.as_tensor(x).detach() for x in (logprobs, rollout_logprobs))
+    return weigh(*both, Correction(), layout=layout, facts=facts).report
 
 
 def merged(reports: Iterable[MismatchReport]) -> MismatchReport:
@@ -160,6 +163,7 @@ def weigh(
 ) -> Corrected:
     """`correct` for one piece of a batch, made of whole rows (or of the same pieces of the same
     rows on every rank of `layout.group`). Arguments as for `correct`."""
+    logprobs, rollout_logprobs = torch.as_tensor(logprobs), torch.as_tensor(rollout_logprobs)
     layout, facts = Layout.of(layout, logprobs), facts or TokenFacts()
     _check(logprobs, rollout_logprobs, correction, layout, facts)
     columns = {"new": logprobs, "old": rollout_logprobs, "mask": layout.mask, **vars(facts)}

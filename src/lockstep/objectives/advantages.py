@@ -1,88 +1,88 @@
-"""Advantages of episodes from their rewards. numpy float64.
+"""Advantages of episodes from their rewards. torch float64, on the device of the rewards.
 
 A reward belongs to a leaf, a baseline to trajectories: an episode with many leaves (retries,
 sub-agents, compactions) counts once, its leaves sharing its weight. Advantages of tokens from a
 critic's values are in `objectives/token_advantages.py`.
+
+# L leaves
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial, singledispatch
+from collections.abc import Sequence
+from functools import singledispatch
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
+import torch
 
+from lockstep.correction.arrays import takes_arrays
 from lockstep.errors import AlignmentError, ConfigError
 from lockstep.objectives.config import GRPO, RLOO, AdvantageConfig, ReinforcePlusPlus
 
-Float64Array = npt.NDArray[np.float64]
-Int64Array = npt.NDArray[np.int64]
+Tensor = torch.Tensor
+Numbers = Sequence[float] | npt.NDArray[Any] | Tensor
 
 EPS = 1e-6
 """Added to a standard deviation: verl's number; TRL has 1e-4. Rewards of 0 and 1 differ by more."""
 
 
+@takes_arrays
 def centered(
-    rewards: Sequence[float] | npt.NDArray[Any],
+    rewards: Numbers,
     *,
-    trajectories: Sequence[int] | npt.NDArray[Any] | None = None,
+    trajectories: Numbers | None = None,
+    groups: Numbers | None = None,
     normalize_std: bool,
-) -> Float64Array:
-    """Rewards of leaves minus their mean, over one group or one batch.
+) -> Any:
+    """Rewards of leaves minus their mean, over each group.
 
     rewards: [L], of the leaves. trajectories: [L], the trajectory of each leaf; None: each its own.
-    Mean and standard deviation (divided by n - 1) count every trajectory once. Equal rewards,
-    and fewer than two trajectories, give zeros.
+    groups: [L], the group of each leaf; None: all one. Mean and standard deviation (divided by
+    n - 1) count every trajectory once. Equal rewards, and fewer than two trajectories, give zeros.
+    An array gives an array, a tensor a tensor.
 
     >>> centered([1.0, 0.0, 0.0, 0.0], normalize_std=False).tolist()
     [0.75, -0.25, -0.25, -0.25]
     """
-    values, owner, leaves = _leaves(rewards, trajectories)
-    # Equal rewards are compared, not subtracted: the mean of three 0.1 is not 0.1, and dividing
-    # that difference by EPS would make it an advantage.
-    if len(leaves) < 2 or values.max() == values.min():
-        return np.zeros_like(values)
-    weight = 1.0 / leaves[owner]
-    out = values - np.average(values, weights=weight)
-    return out / (_deviation(out, weight) + EPS) if normalize_std else out
+    values, owner, group = _leaves(rewards, trajectories, groups)
+    weight = 1 / _over(owner, torch.ones_like(values))
+    mean = _over(group, values * weight) / _over(group, weight)
+    out = torch.where(_is_level(values, weight, group), 0.0, values - mean)
+    return out / (_deviation(out, weight, group) + EPS) if normalize_std else out
 
 
+@takes_arrays
 def leave_one_out(
-    rewards: Sequence[float] | npt.NDArray[Any],
-    *,
-    trajectories: Sequence[int] | npt.NDArray[Any] | None = None,
-) -> Float64Array:
-    """Rewards of leaves minus the mean of all other trajectories, over one group.
+    rewards: Numbers, *, trajectories: Numbers | None = None, groups: Numbers | None = None
+) -> Any:
+    """Rewards of leaves minus the mean of all other trajectories, over each group.
 
-    rewards, trajectories: as of `centered`. A trajectory's own leaves are not in its baseline, so
-    the baseline does not depend on its own reward. Source: Kool et al. 2019; as RLOO,
-    Ahmadian et al. 2024 (arXiv 2402.14740), section 3.3.
+    Arguments as of `centered`. A trajectory's own leaves are not in its baseline, so the baseline
+    does not depend on its own reward. Source: Kool et al. 2019; as RLOO, Ahmadian et al. 2024
+    (arXiv 2402.14740), section 3.3.
 
     >>> leave_one_out([1.0, 0.0, 0.5]).tolist()
     [0.75, -0.75, 0.0]
     """
-    values, owner, leaves = _leaves(rewards, trajectories)
-    if len(leaves) < 2 or values.max() == values.min():
-        return np.zeros_like(values)
-    means = np.bincount(owner, weights=values) / leaves
-    others = (means.sum() - means) / (len(means) - 1)
-    return values - others[owner]
+    values, owner, group = _leaves(rewards, trajectories, groups)
+    leaves = _over(owner, torch.ones_like(values))
+    own = _over(owner, values) / leaves
+    others = _over(group, own / leaves) - own
+    count = _over(group, 1 / leaves).round()
+    is_level = _is_level(values, 1 / leaves, group)
+    return torch.where(is_level, 0.0, values - others / (count - 1).clamp(min=1))
 
 
 @singledispatch
 def leaf_advantages(
-    config: AdvantageConfig,
-    rewards: Float64Array,
-    *,
-    trajectories: Int64Array,
-    groups: Int64Array,
-) -> Float64Array:
+    config: AdvantageConfig, rewards: Any, *, trajectories: Any, groups: Any
+) -> Any:
     """[L] float64: the advantage of every leaf of a batch, by the type of `config`.
 
-    rewards: [L] finite. trajectories: [L], unique over the batch. groups: [L]. Failed trajectories
-    are left out by the caller. A type of your own is registered with leaf_advantages.register.
+    rewards: [L] finite. trajectories: [L], unique over the batch. groups: [L]. Tensors or numpy
+    arrays, as is the result. Failed trajectories are left out by the caller. A type of your own is
+    registered with leaf_advantages.register.
     """
     raise ConfigError(
         f"no advantage for a {type(config).__name__}; register one with "
@@ -91,57 +91,66 @@ def leaf_advantages(
 
 
 @leaf_advantages.register
-def _(config: GRPO, rewards: Float64Array, **of_leaf: Int64Array) -> Float64Array:
-    compare = partial(centered, normalize_std=config.normalize_std)
-    return _in_groups(compare, rewards, **of_leaf)
+def _(config: GRPO, rewards: Any, **of_leaf: Any) -> Any:
+    return centered(rewards, normalize_std=config.normalize_std, **of_leaf)
 
 
 @leaf_advantages.register
-def _(config: RLOO, rewards: Float64Array, **of_leaf: Int64Array) -> Float64Array:
-    return _in_groups(leave_one_out, rewards, **of_leaf)
+def _(config: RLOO, rewards: Any, **of_leaf: Any) -> Any:
+    return leave_one_out(rewards, **of_leaf)
 
 
 @leaf_advantages.register
-def _(config: ReinforcePlusPlus, rewards: Float64Array, **of_leaf: Int64Array) -> Float64Array:
-    trajectories = of_leaf["trajectories"]
+@takes_arrays
+def _(config: ReinforcePlusPlus, rewards: Any, *, trajectories: Any, groups: Any) -> Any:
     if config.baseline == "batch":
         return centered(rewards, trajectories=trajectories, normalize_std=config.normalize_std)
-    compare = partial(centered, normalize_std=False)
-    out = _in_groups(compare, rewards, **of_leaf)
+    out = centered(rewards, trajectories=trajectories, groups=groups, normalize_std=False)
     # Group means are 0 already, so the batch's is: only the deviation is the batch's to give.
-    _, owner, leaves = _leaves(out, trajectories)
-    return out / (_deviation(out, 1.0 / leaves[owner]) + EPS) if len(leaves) > 1 else out
+    _, owner, batch = _leaves(out, trajectories, None)
+    return out / (_deviation(out, 1 / _over(owner, torch.ones_like(out)), batch) + EPS)
+
+
+# -- mechanism ------------------------------------------------------------------------------------
 
 
 def _leaves(
-    rewards: Sequence[float] | npt.NDArray[Any],
-    trajectories: Sequence[int] | npt.NDArray[Any] | None,
-) -> tuple[Float64Array, Int64Array, Int64Array]:
-    """(rewards [L], the trajectory of each leaf [L] counted from 0, leaves of each trajectory)."""
-    values = np.asarray(rewards, np.float64).reshape(-1)
-    owner = np.arange(len(values)) if trajectories is None else np.asarray(trajectories)
+    rewards: Numbers, trajectories: Numbers | None, groups: Numbers | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[L] each: rewards, float64; the trajectories; the groups."""
+    values = torch.as_tensor(rewards).double().reshape(-1)
+    device = values.device
+    if trajectories is None:
+        owner = torch.arange(len(values), device=device)
+    else:
+        owner = torch.as_tensor(trajectories, device=device)
     if owner.shape != values.shape:
         raise AlignmentError(f"{len(values)} rewards, but the trajectories of {len(owner)} leaves.")
-    _, owner = np.unique(owner, return_inverse=True)
-    return values, owner, np.bincount(owner)
+    if groups is None:
+        return values, owner, torch.zeros_like(owner)
+    return values, owner, torch.as_tensor(groups, device=device)
 
 
-def _deviation(centred: Float64Array, weight: Float64Array) -> float:
-    """Standard deviation over trajectories (divided by n - 1). weight: [L], 1 / number of leaves of
-    the trajectory."""
-    num_trajectories = round(float(weight.sum()))
-    return float(np.sqrt((weight * centred**2).sum() / (num_trajectories - 1)))
+def _over(names: Tensor, values: Tensor, how: str = "sum") -> Tensor:
+    """[L]: at each leaf, the sum ("max", "min") over the leaves of its name; the same bits on
+    every run, and no wait for a GPU."""
+    if not len(values):
+        return values
+    ordered, order = names.sort(stable=True)
+    first = torch.searchsorted(ordered, names)  # a number for each name
+    lengths = torch.zeros_like(first).scatter_add_(0, first, torch.ones_like(first))
+    return torch.segment_reduce(values[order], how, lengths=lengths, unsafe=True)[first]
 
 
-def _in_groups(
-    compare: Callable[..., Float64Array],
-    rewards: Float64Array,
-    *,
-    trajectories: Int64Array,
-    groups: Int64Array,
-) -> Float64Array:
-    out = np.zeros_like(rewards)
-    for group in np.unique(groups):
-        inside = groups == group
-        out[inside] = compare(rewards[inside], trajectories=trajectories[inside])
-    return out
+def _is_level(values: Tensor, weight: Tensor, group: Tensor) -> Tensor:
+    """[L] bool: groups with nothing to compare. Equal rewards are compared, not subtracted: the
+    mean of three 0.1 is not 0.1, and dividing that difference by EPS would make it an advantage."""
+    is_equal = _over(group, values, "max") == _over(group, values, "min")
+    return is_equal | (_over(group, weight).round() < 2)
+
+
+def _deviation(centred: Tensor, weight: Tensor, group: Tensor) -> Tensor:
+    """[L]: standard deviation over the trajectories of each leaf's group (divided by n - 1).
+    weight: [L], 1 / number of leaves of the trajectory."""
+    count = _over(group, weight).round()
+    return (_over(group, weight * centred.square()) / (count - 1).clamp(min=1)).sqrt()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from lockstep.correction.arrays import takes_arrays
 from lockstep.correction.layout import Layout
 from lockstep.errors import ConfigError
 from lockstep.objectives.config import Aggregate, check_fixed_length
@@ -22,7 +23,7 @@ def token_weights(
     how: Aggregate,
     *,
     fixed_length: int = 0,
-    denominator: float | None = None,
+    denominator: float | Tensor | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor:
     """The weight of each token's loss: the layout's shape, float32; 0.0 where a token does not
@@ -30,13 +31,14 @@ def token_weights(
 
     token_mean: 1 / denominator. sequence_mean: 1 / (denominator * tokens of the row). fixed_length:
     1 / (denominator * fixed_length). denominator: None counts the tokens (token_mean) or the rows
-    that have any (the others) of this layout. With nothing to count all weights are 0.
+    that have any (the others) of this layout; a tensor is not checked to be above 0. With nothing
+    to count all weights are 0.
 
     >>> token_weights(Layout.packed([1, 2]), "sequence_mean").tolist()
     [0.5, 0.25, 0.25]
     """
     check_fixed_length(how, fixed_length)
-    if denominator is not None and not denominator > 0:
+    if isinstance(denominator, int | float) and not denominator > 0:
         raise ConfigError(
             f"denominator={denominator} must be above 0: it is the number of tokens (token_mean) "
             "or rows of the whole batch."
@@ -56,13 +58,14 @@ def token_weights(
     return weights if layout.mask is None else torch.where(layout.mask, weights, 0.0)
 
 
+@takes_arrays
 def aggregate(
     token_loss: Tensor,
     layout: Layout,
     *,
     how: Aggregate = "token_mean",
     fixed_length: int = 0,
-    denominator: float | None = None,
+    denominator: float | Tensor | None = None,
 ) -> Tensor:
     """[]: the loss of a batch from the losses of its tokens; carries their gradient.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lockstep.correction.arrays import takes_arrays
 from lockstep.errors import AlignmentError
 from lockstep.objectives.config import KLOrder
 from lockstep.ops.context import sum_dtype
@@ -21,6 +22,7 @@ Tensor = torch.Tensor
 SMALLEST_COMPLEMENT = torch.finfo(torch.float32).eps / 2
 
 
+@takes_arrays
 def top_k_kl(logprobs: Tensor, teacher_logprobs: Tensor, *, order: KLOrder = "reverse") -> Tensor:
     """[N] nats: the KL of two distributions that are known at K ids, and elsewhere by the mass that
     is left.
@@ -44,6 +46,7 @@ def top_k_kl(logprobs: Tensor, teacher_logprobs: Tensor, *, order: KLOrder = "re
     return _kl(student, teacher, order)
 
 
+@takes_arrays
 def vocabulary_kl(
     hidden: Tensor,
     head: Tensor,

@@ -20,6 +20,7 @@ from functools import singledispatch
 import torch
 
 from lockstep.correction import kl
+from lockstep.correction.arrays import takes_arrays
 from lockstep.correction.kl import RATIO_LIMIT
 from lockstep.correction.layout import Int64Array, Layout
 from lockstep.errors import AlignmentError, ConfigError
@@ -158,6 +159,7 @@ LossFn = Callable[[TokenBatch], TokenLoss]
 # -- with the ratio to the old policy -------------------------------------------------------------
 
 
+@takes_arrays
 def ppo_clip(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -187,6 +189,7 @@ def ppo_clip(
     return _report(mask, loss, *_with_ratio(mean, ratio, log_ratio))
 
 
+@takes_arrays
 def gspo(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -218,6 +221,7 @@ def gspo(
     return _report(mask, loss, *_with_ratio({"clip_fraction": is_clipped}, ratio, log_ratio))
 
 
+@takes_arrays
 def cispo(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -241,6 +245,7 @@ def cispo(
     return _report(mask, loss, *_with_ratio(mean, ratio, log_ratio))
 
 
+@takes_arrays
 def dppo(
     logprobs: Tensor,
     old_logprobs: Tensor,
@@ -280,6 +285,7 @@ def dppo(
     return _report(mask, loss, mean, maximum | {"divergence_max": distance})
 
 
+@takes_arrays
 def binary_divergence(logprobs: Tensor, old_logprobs: Tensor, kind: Divergence) -> Tensor:
     """Divergence of two policies on "this token or any other", per token; never negative.
 
@@ -303,12 +309,14 @@ def binary_divergence(logprobs: Tensor, old_logprobs: Tensor, kind: Divergence) 
 # -- without --------------------------------------------------------------------------------------
 
 
+@takes_arrays
 def reinforce(logprobs: Tensor, advantages: Tensor, *, mask: Tensor | None = None) -> TokenLoss:
     """-A * log-prob. Source: Williams 1992."""
     logprobs, advantages = read_tokens(mask, logprobs=logprobs, advantages=advantages)
     return _report(mask, -advantages * logprobs)
 
 
+@takes_arrays
 def cross_entropy(
     logprobs: Tensor, weights: Tensor | None = None, *, mask: Tensor | None = None
 ) -> TokenLoss:
@@ -475,6 +483,7 @@ def _report(
     )
 
 
+@takes_arrays
 def reference_kl(
     logprobs: Tensor,
     reference_logprobs: Tensor,
@@ -518,6 +527,7 @@ def reference_kl(
     return ratio * kl.k3((reference - policy).clamp(-kl.RATIO_LIMIT, kl.RATIO_LIMIT))
 
 
+@takes_arrays
 def value_loss(
     values: Tensor,
     old_values: Tensor,
@@ -553,6 +563,7 @@ def value_loss(
     return TokenLoss(loss / 2, mean={"clip_fraction": is_clipped})
 
 
+@takes_arrays
 def explained_variance(values: Tensor, returns: Tensor, layout: Layout) -> float | None:
     """1 - Var(returns - values) / Var(returns) over all tokens that count.
 
@@ -563,8 +574,19 @@ def explained_variance(values: Tensor, returns: Tensor, layout: Layout) -> float
     1.0
     """
     layout.check(values=values, returns=returns)
-    inside = slice(None) if layout.mask is None else layout.mask
-    expected, found = values[inside].double().flatten(), returns[inside].double().flatten()
-    if not len(found) or bool((found == found[0]).all()):
+    if not values.numel():
         return None
-    return 1.0 - float((found - expected).var(correction=0) / found.var(correction=0))
+    values, returns = values.detach().double(), returns.detach().double()
+    is_counted = torch.ones_like(returns, dtype=torch.bool) if layout.mask is None else layout.mask
+    count = is_counted.sum().clamp(min=1)
+
+    def variance(x: Tensor) -> Tensor:
+        x = torch.where(is_counted, x, 0.0)
+        return torch.where(is_counted, x - x.sum() / count, 0.0).square().sum() / count
+
+    low = torch.where(is_counted, returns, torch.inf).amin()
+    high = torch.where(is_counted, returns, -torch.inf).amax()
+    left, whole, is_level = torch.stack(
+        [variance(returns - values), variance(returns), (low >= high).double()]
+    ).tolist()
+    return None if is_level else 1.0 - left / whole

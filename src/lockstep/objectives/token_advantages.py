@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from lockstep.correction.arrays import takes_arrays
+from lockstep.correction.kl import is_readable
 from lockstep.correction.layout import Layout
 from lockstep.errors import AlignmentError
 
@@ -16,6 +19,7 @@ BLOCK = 128
 """Tokens that one product sums up; the recursion is walked block by block, not token by token."""
 
 
+@takes_arrays
 def gae(
     rewards: Tensor,
     values: Tensor,
@@ -42,7 +46,8 @@ def gae(
     put it on the sampled token before.
 
     gamma, lam: in [0, 1]. Not whitened: see `whiten`. Raises AlignmentError if shapes differ, if
-    the layout is one rank's piece of longer rows, or if a value at a counted token is not finite.
+    the layout is one rank's piece of longer rows, or, on a CPU, if a value at a counted token is
+    not finite; on a GPU such a value makes the row's advantages NaN.
     Source: Schulman et al. 2016 (arXiv 1506.02438), eq. 16.
 
     >>> layout = Layout.packed([3])
@@ -52,29 +57,34 @@ def gae(
     _check_whole_rows(layout, rewards, values, bootstrap)
     rewards, values = rewards.detach(), values.detach()
     # Rows from the left, without the tokens that do not count, and 0.0 behind their ends.
-    is_counted = _counted(layout, values.device)
-    lengths_R = layout.row_counts(values.device).long()
-    width = int(lengths_R.max()) if layout.num_rows else 0
-    is_token_RS = torch.arange(width, device=values.device) < lengths_R[:, None]
-    reward_RS = torch.zeros(is_token_RS.shape, dtype=torch.float64, device=values.device)
-    value_RS, next_RS = torch.zeros_like(reward_RS), torch.zeros_like(reward_RS)
-    reward_RS[is_token_RS] = rewards[is_counted].double()
-    value_RS[is_token_RS] = values[is_counted].double()
-    next_RS[:, :-1] = value_RS[:, 1:]
-    if bootstrap is not None and width:
-        has_any = lengths_R > 0
-        next_RS[has_any, lengths_R[has_any] - 1] = bootstrap.detach().double()[has_any]
-    delta_RS = torch.where(is_token_RS, reward_RS + gamma * next_RS - value_RS, 0.0)
-    advantage_RS = _sum_from_the_right(delta_RS, gamma * lam)
+    device, width = values.device, int(np.diff(layout.offsets).max(initial=0))
+    is_counted = _counted(layout, device).reshape(-1)
+    lengths_R = layout.row_counts(device).long()
+    is_token_RS = torch.arange(width, device=device) < lengths_R[:, None]
+    shift_R = torch.arange(layout.num_rows, device=device) * width - lengths_R.cumsum(0) + lengths_R
+    place = is_counted.cumsum(0) - 1 + layout.expand(shift_R).reshape(-1)
+    place = torch.where(is_counted, place, is_token_RS.numel())  # behind all rows
+
+    def in_rows(given: Tensor) -> Tensor:
+        out = torch.zeros(is_token_RS.numel() + 1, dtype=torch.float64, device=device)
+        return out.scatter_(0, place, given.reshape(-1).double())[:-1].view(is_token_RS.shape)
 
     def spread(found_RS: Tensor) -> Tensor:
-        out = torch.zeros_like(values)
-        out[is_counted] = found_RS[is_token_RS].to(values.dtype)
-        return out
+        padded = torch.cat([found_RS.reshape(-1), found_RS.new_zeros(1)])
+        return padded.index_select(0, place).to(values.dtype).view(layout.shape)
+
+    reward_RS, value_RS = in_rows(rewards), in_rows(values)
+    next_RS = torch.cat([value_RS[:, 1:], torch.zeros_like(value_RS[:, :1])], 1)
+    if bootstrap is not None and width:
+        last_R = (lengths_R - 1).clamp(min=0)
+        next_RS.scatter_(1, last_R[:, None], bootstrap.detach().double()[:, None])
+    delta_RS = torch.where(is_token_RS, reward_RS + gamma * next_RS - value_RS, 0.0)
+    advantage_RS = _sum_from_the_right(delta_RS, gamma * lam)
 
     return spread(advantage_RS), spread(advantage_RS + value_RS)
 
 
+@takes_arrays
 def whiten(values: Tensor, layout: Layout, *, eps: float = 1e-8) -> Tensor:
     """(values - mean) / sqrt(variance + eps) over all tokens that count; 0.0 elsewhere.
 
@@ -87,11 +97,9 @@ def whiten(values: Tensor, layout: Layout, *, eps: float = 1e-8) -> Tensor:
     is_token = _counted(layout, given.device)
     inside = torch.where(is_token, given.double(), 0.0)
     count = layout.row_counts(given.device).sum()
-    if float(count) < 2:
-        return torch.zeros_like(given)
-    mean = layout.row_sums(inside).sum() / count
+    mean = layout.row_sums(inside).sum() / count.clamp(min=1)
     offset = torch.where(is_token, inside - mean, 0.0)
-    variance = layout.row_sums(offset.square()).sum() / (count - 1)
+    variance = layout.row_sums(offset.square()).sum() / (count - 1).clamp(min=1)
     return (offset / (variance + eps).sqrt()).to(given.dtype)
 
 
@@ -109,9 +117,10 @@ def _sum_from_the_right(delta_RS: Tensor, decay: float) -> Tensor:
     """A_t = delta_t + decay * A_(t + 1), from A = 0 behind the end."""
     steps = torch.arange(BLOCK, device=delta_RS.device)
     ahead_KK = (steps[:, None] - steps[None, :]).clamp(min=0)
-    power_KK = torch.tensor(decay, dtype=torch.float64, device=delta_RS.device) ** ahead_KK
+    factor = delta_RS.new_full((), decay)  # filled there: a copy of a number makes the host wait
+    power_KK = factor**ahead_KK
     weight_KK = torch.tril(power_KK)  # [later, earlier]: what a later delta adds to an earlier sum
-    left_K = torch.tensor(decay, dtype=torch.float64, device=delta_RS.device) ** (BLOCK - steps)
+    left_K = factor ** (BLOCK - steps)
     out_RS = torch.empty_like(delta_RS)
     carry_R = delta_RS.new_zeros(len(delta_RS))
     num_blocks = -(-delta_RS.shape[1] // BLOCK)
@@ -139,6 +148,8 @@ def _check_whole_rows(
             f"[{layout.num_rows}]."
         )
     for name, tensor in (("rewards", rewards), ("values", values)):
+        if not is_readable(tensor):
+            continue
         is_bad = ~torch.isfinite(tensor) & _counted(layout, tensor.device)
         if bool(is_bad.any()):
             at = int(is_bad.reshape(-1).nonzero()[0, 0])

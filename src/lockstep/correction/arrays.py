@@ -1,0 +1,49 @@
+"""Functions on tensors for callers with numpy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def takes_arrays(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` of tensors, which also takes numpy arrays and then gives arrays. Its first
+    argument may be a list of numbers.
+
+    >>> takes_arrays(torch.neg)(np.array([1.0, -2.0]))
+    array([-1.,  2.])
+    """
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        first: Any = args[0] if args else None
+        if isinstance(first, list) and not any(isinstance(x, torch.Tensor) for x in first):
+            args = (np.asarray(first), *args[1:])  # pyright: ignore[reportAssignmentType]
+        if not any(isinstance(x, np.ndarray) for x in (*args, *kwargs.values())):
+            return function(*args, **kwargs)
+        found: Any = function(*map(_tensor, args), **{k: _tensor(x) for k, x in kwargs.items()})
+        if is_dataclass(found) and not isinstance(found, type):
+            return replace(found, **{f.name: _array(getattr(found, f.name)) for f in fields(found)})
+        return _array(found)
+
+    return called
+
+
+def _tensor(x: Any) -> Any:
+    return torch.from_numpy(x) if isinstance(x, np.ndarray) else x  # pyright: ignore
+
+
+def _array(x: Any) -> Any:
+    if isinstance(x, torch.Tensor):
+        return x.numpy()
+    if isinstance(x, tuple):
+        return tuple(map(_array, x))
+    return {k: _array(v) for k, v in x.items()} if isinstance(x, Mapping) else x
