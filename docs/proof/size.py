@@ -19,18 +19,18 @@ PACKAGE = ROOT / "src" / "lockstep"
 
 CEILINGS = {
     "nouns: types, errors, config": 1_842,
-    "tinker": 4_366,
-    "run": 5_231,
+    "tinker": 4_365,
+    "run": 5_230,
     "renderers": 3_333,
     "models and ops": 8_817,
     "engines, sync, launch": 8_997,
     "agent": 7_025,
-    "learn: training, correction, objectives": 5_156,
+    "learn: training, correction, objectives": 5_146,
     "doctor": 7_636,
     "store, observe, report": 2_802,
     "environments and recipes": 4_128,
     "testing": 1_547,
-    "tests": 60_713,
+    "tests": 60_976,
     "proofs and benchmarks": 13_994,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.correction.arrays import takes_arrays
 from lockstep.errors import AlignmentError
 
 Tensor = torch.Tensor
@@ -36,7 +35,6 @@ class AveragedLogprobs:
     where either is not finite. None without `rollout_logprobs`."""
 
 
-@takes_arrays
 def average_logprobs(
     scorings: Tensor | Sequence[Tensor],
     *,
@@ -68,7 +66,7 @@ def average_logprobs(
     variance = torch.full_like(stacked[0], float("nan"))
     if len(stacked) > 1 and stacked.shape[1]:
         variance = stacked.var(0, unbiased=True)
-    mean = _log_mean(stacked)
+    mean = torch.logsumexp(stacked, 0) - math.log(len(stacked))
     bias = None
     if rollout_logprobs is not None:
         sampled = _finite_or_nan(rollout_logprobs.double()[None])
@@ -79,7 +77,3 @@ def average_logprobs(
 def _finite_or_nan(stacked: Tensor) -> Tensor:
     """The scorings, with NaN in all of a token's if one of them is not finite."""
     return torch.where(torch.isfinite(stacked).all(0), stacked, float("nan"))
-
-
-def _log_mean(stacked: Tensor) -> Tensor:
-    return torch.logsumexp(stacked, 0) - math.log(len(stacked))

@@ -25,7 +25,6 @@ SERIES_BELOW = {torch.float32: 0.25, torch.float64: 1e-4}
 RATIO_LIMIT = 20.0  # exp(20) = 4.9e8: a log ratio that large means misaligned tokens; stays finite
 
 
-@takes_arrays
 def log_ratio(
     logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -58,19 +57,16 @@ def log_ratio(
     return torch.where(is_valid, difference, 0.0), is_valid
 
 
-@takes_arrays
 def k1(log_ratio: Tensor) -> Tensor:
     """rollout - trainer, per token: unbiased, of both signs; cancels when tokens are shifted."""
     return -log_ratio
 
 
-@takes_arrays
 def k2(log_ratio: Tensor) -> Tensor:
     """Half the square, per token: low variance, with the gradient of the KL."""
     return 0.5 * log_ratio.square()
 
 
-@takes_arrays
 def k3(log_ratio: Tensor) -> Tensor:
     """exp(d) - 1 - d, per token: unbiased and never negative; float32 or float64;
     differentiable.
@@ -104,7 +100,6 @@ def _is_below(values: Tensor, bound: float) -> bool:
     return bool(values.detach().abs().amax() < bound)
 
 
-@takes_arrays
 def penalty(
     logprobs: Tensor,
     rollout_logprobs: Tensor,
@@ -133,7 +128,6 @@ def penalty(
     return torch.where(is_valid, coef * (mean - diff), 0.0).to(d.dtype)
 
 
-@takes_arrays
 def pull(
     logprobs: Tensor, rollout_logprobs: Tensor, *, coef: float, clip: float | None = None
 ) -> Tensor:

@@ -106,7 +106,7 @@ class MismatchReport:
     @classmethod
     def of_cells(
         cls,
-        fields_FC: Tensor,
+        fields: Mapping[str, Tensor],
         abs_d_C: Tensor,
         scalars: Mapping[str, Tensor],
         maxima: Mapping[str, Tensor],
@@ -115,7 +115,10 @@ class MismatchReport:
         *,
         is_weighed: bool,
     ) -> MismatchReport:
-        """Adds up the sums over crossed cells (float64) for each part."""
+        """Adds up sums over crossed cells ([C] float64) for each part; fields that are not given
+        are 0."""
+        none_C = torch.zeros_like(abs_d_C)
+        fields_FC = torch.stack([fields.get(name, none_C) for name in FIELDS])
         crossed, largest = fields_FC.view(-1, *CELLS), abs_d_C.view(*CELLS)
         axes = range(len(CELLS))
         groups, tops = [fields_FC.sum(1, keepdim=True)], [abs_d_C.amax()[None]]

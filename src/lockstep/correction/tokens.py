@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -56,85 +56,47 @@ class TokenFacts:
     """int: index into TOKEN_KINDS."""
 
 
-@dataclass(eq=False)
 class Tokens:
     """The tokens of some whole rows, and values derived once from their log-probs."""
 
-    num_all: int
-    """N."""
-    index: Tensor | None
-    """[n] int64: their places among the N; None: all of them."""
-    lengths: Tensor
-    """[R] int64: of the rows, in these tokens."""
-    new: Tensor
-    """[n]: the trainer's log-probs."""
-    old: Tensor
-    """[n]: the rollout's."""
-    d: Tensor
-    """[n]: new - old; 0.0 where a token is not compared."""
-    is_compared: Tensor
-    """[n] bool: tokens that count and are finite on both sides."""
-    negative: Tensor | None
-    """[n] bool: tokens of negative advantage."""
-    cell: Tensor
-    """[n] int64: each token's cell of the report."""
-    active_R: Tensor
-    """[R] float64: tokens that count, finite or not."""
-    mask: Tensor | None
-    """[n] bool: the tokens that count; None: all."""
-
-    @classmethod
-    def of(cls, columns: Columns, offsets: Int64Array) -> Tokens:
+    def __init__(self, columns: Columns, offsets: Int64Array) -> None:
         """The tokens of rows that begin at `offsets`. columns: [N] each, on one device: `new`,
         `old`, `mask` and the columns of `TokenFacts`."""
-        new, index, num_all = columns["new"], None, int(offsets[-1])
+        new, self.num_all = columns["new"], int(offsets[-1])
         assert new is not None, "both log-probs are always given"
         lengths = to_device(np.diff(offsets), new.device)
         if columns["positions"] is None:
             first_R = lengths.cumsum(0) - lengths
-            begins = torch.repeat_interleave(first_R, lengths, output_size=num_all)
-            positions = torch.arange(num_all, device=new.device) - begins
+            begins = torch.repeat_interleave(first_R, lengths, output_size=self.num_all)
+            positions = torch.arange(self.num_all, device=new.device) - begins
             columns = {**columns, "positions": positions}
+        self.index: Tensor | None = None
+        """[n] int64: the tokens' places among the N; None: all of them."""
         if (mask := columns["mask"]) is not None and kl.is_readable(mask):
-            index = mask.nonzero().flatten()
+            self.index = index = mask.nonzero().flatten()
             lengths = torch.from_numpy(np.diff(np.searchsorted(index.numpy(), offsets)))
             columns = {
                 name: None if x is None or x is mask else x.index_select(0, index)
                 for name, x in columns.items()
             }
-        new, old, mask, advantages = (columns[k] for k in ("new", "old", "mask", "advantages"))
+        new, old, advantages = columns["new"], columns["old"], columns["advantages"]
         assert new is not None and old is not None, "both log-probs are always given"
-        d, is_compared = kl.log_ratio(new, old, mask)
-        negative = None if advantages is None else advantages < 0
-        return cls(
-            num_all=num_all,
-            index=index,
-            lengths=lengths,
-            new=new.to(d.dtype),
-            old=old.to(d.dtype),
-            d=d,
-            is_compared=is_compared,
-            negative=negative,
-            cell=_cells(columns, old),
-            active_R=lengths.double() if mask is None else _sums(mask, lengths),
-            mask=mask,
-        )
-
-    @cached_property
-    def size(self) -> Tensor:
-        return self.d.abs()
-
-    @cached_property
-    def ratio(self) -> Tensor:
-        return exp(self.d)
-
-    @cached_property
-    def k3(self) -> Tensor:
-        return kl.k3(self.d)
+        self.lengths, self.mask = lengths, columns["mask"]
+        """[R] int64: of the rows, in these tokens. [n] bool: the tokens that count; None: all."""
+        self.d, self.is_compared = kl.log_ratio(new, old, self.mask)
+        """[n]: trainer - rollout, 0.0 where a token is not compared. [n] bool: the tokens that
+        count and are finite on both sides."""
+        self.new, self.old = new.to(self.d.dtype), old.to(self.d.dtype)
+        self.size, self.ratio, self.k3 = self.d.abs(), exp(self.d), kl.k3(self.d)
+        self.negative = None if advantages is None else advantages < 0
+        self.cell = _cells(columns, old)
+        """[n] int64: each token's cell of the report."""
+        self.active_R = lengths.double() if self.mask is None else self.by_row(self.mask)
+        """[R] float64: tokens that count, finite or not."""
 
     def by_row(self, values: Tensor) -> Tensor:
         """[R] float64: the sum of [n] values over each row, in the same order on every run."""
-        return _sums(values, self.lengths)
+        return torch.segment_reduce(widened(values), "sum", lengths=self.lengths, unsafe=True)
 
     def by_cell(self, values: Tensor) -> Tensor:
         """[C] float64: the sum of [n] values over each cell."""
@@ -178,10 +140,6 @@ def widened(values: Tensor) -> Tensor:
 def exp(d: Tensor) -> Tensor:
     """exp(d), with d cut at +-20."""
     return d.clamp(-kl.RATIO_LIMIT, kl.RATIO_LIMIT).exp()
-
-
-def _sums(values: Tensor, lengths: Tensor) -> Tensor:
-    return torch.segment_reduce(widened(values), "sum", lengths=lengths, unsafe=True)
 
 
 def _cells(columns: Columns, old: Tensor) -> Tensor:

@@ -27,13 +27,7 @@ from lockstep.correction import kl
 from lockstep.correction.arrays import takes_arrays
 from lockstep.correction.config import Correction, Rule
 from lockstep.correction.layout import Layout
-from lockstep.correction.metrics import (
-    FIELDS,
-    NUM_CELLS,
-    OUTLIER_DIFF,
-    MismatchReport,
-    histogram_of,
-)
+from lockstep.correction.metrics import OUTLIER_DIFF, MismatchReport, histogram_of
 from lockstep.correction.tokens import TokenFacts, Tokens, chunks_of, exp, widened
 from lockstep.errors import AlignmentError
 from lockstep.types import MAX_LOGPROB
@@ -199,7 +193,7 @@ class _Weighing:
         offsets = layout.offsets[rows.start : rows.stop + 1]
         here = slice(int(offsets[0]), int(offsets[-1]))
         parts = {name: None if x is None else x[here] for name, x in columns.items()}
-        self.tokens = Tokens.of(parts, offsets - offsets[0])
+        self.tokens = Tokens(parts, offsets - offsets[0])
         self.correction, self.layout = correction, layout
         self.fields: dict[str, Tensor] = {}
         """Field of the report -> [C], its sums."""
@@ -270,7 +264,7 @@ class _Weighing:
             keep = keep & ~self.tokens.spread(is_beyond)
             kept_R = torch.where(is_beyond, none_R, kept_R)
         for rule in rules:
-            value = sums[_column(rule)]
+            value = sums[f"rule {rule.name}"]
             if rule.needs_worst_token:
                 out = value > 0
             else:
@@ -301,7 +295,7 @@ class _Weighing:
                 if rule.rejects_impossible:
                     is_impossible = tokens.new == float("-inf")
                     stat |= is_impossible if tokens.mask is None else is_impossible & tokens.mask
-            columns[_column(rule)] = stat
+            columns[f"rule {rule.name}"] = stat  # a label may be anything, "compared" too
         sums = {"active": tokens.active_R}
         sums |= {name: tokens.by_row(values) for name, values in columns.items()}
         whole_FR = self.layout.all_reduce_rows(torch.stack(list(sums.values())))
@@ -332,8 +326,6 @@ class _Weighing:
 
     def _report(self, weights: Tensor) -> MismatchReport:
         correction, tokens = self.correction, self.tokens
-        zero = tokens.active_R.new_zeros(NUM_CELLS)
-        fields_FC = torch.stack([self.fields.get(name, zero) for name in FIELDS])
         abs_d_C = tokens.largest_by_cell(tokens.size)
         scalars, maxima = {"active": tokens.active_R.sum()}, {"abs_d": abs_d_C.amax()}
         if not kl.is_readable(tokens.new):
@@ -348,11 +340,11 @@ class _Weighing:
         if correction.is_normalized and not self.is_by_row:
             # Summed in one order on every run: cells of a GPU are not, and this decides weights.
             scalars["normalize_weight"] = weights.sum(dtype=torch.float64)
-            scalars["normalize_count"] = fields_FC[FIELDS.index("kept")].sum()
+            scalars["normalize_count"] = self.fields["kept"].sum()
         if self.layout.counts_rows and len(self.d_R):
             self._add_row_figures(scalars, maxima)
         return MismatchReport.of_cells(
-            fields_FC,
+            self.fields,
             abs_d_C,
             scalars,
             maxima,
@@ -399,10 +391,6 @@ class _Weighing:
         }
         if self.correction.is_normalized:
             scalars |= {"normalize_weight": weight.sum(), "normalize_count": is_kept.sum()}
-
-
-def _column(rule: Rule) -> str:
-    return f"rule {rule.name}"  # a label may be anything, "compared" too
 
 
 def _token_stat(rule: Rule, tokens: Tokens) -> Tensor:
@@ -462,9 +450,8 @@ def _check(
 
 
 def _check_not_positive(name: str, values: Tensor, layout: Layout) -> None:
-    if not kl.is_readable(values):
-        return  # the report counts such tokens, and `to_metrics` raises
-    if not values.numel() or bool(values.amax() <= MAX_LOGPROB):
+    # On a GPU the report counts such tokens, and `to_metrics` raises.
+    if not kl.is_readable(values) or not values.numel() or bool(values.amax() <= MAX_LOGPROB):
         return  # NaN is not <=; padding may hold NaN, which is checked below
     is_wrong = (values > MAX_LOGPROB) & (values < float("inf"))
     if layout.mask is not None:

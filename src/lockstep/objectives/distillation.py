@@ -46,7 +46,6 @@ def top_k_kl(logprobs: Tensor, teacher_logprobs: Tensor, *, order: KLOrder = "re
     return _kl(student, teacher, order)
 
 
-@takes_arrays
 def vocabulary_kl(
     hidden: Tensor,
     head: Tensor,

@@ -285,7 +285,6 @@ def dppo(
     return _report(mask, loss, mean, maximum | {"divergence_max": distance})
 
 
-@takes_arrays
 def binary_divergence(logprobs: Tensor, old_logprobs: Tensor, kind: Divergence) -> Tensor:
     """Divergence of two policies on "this token or any other", per token; never negative.
 
@@ -510,12 +509,8 @@ def reference_kl(
     Guard: tests/cpu/correction/test_unbiased_kl.py
     """
     if estimator != "unbiased":
-        policy, reference = read_tokens(
-            mask, logprobs=logprobs, reference_logprobs=reference_logprobs
-        )
-        d = (reference - policy).clamp(-kl.RATIO_LIMIT, kl.RATIO_LIMIT)
-        return kl.k2(d) if estimator == "k2" else kl.k3(d)
-    if old_logprobs is None:
+        old_logprobs = logprobs  # not read
+    elif old_logprobs is None:
         raise AlignmentError(
             'the estimator "unbiased" weighs each token by its ratio to the policy that drew '
             "it: give old_logprobs, or take another estimator."
@@ -523,8 +518,10 @@ def reference_kl(
     policy, old, reference = read_tokens(
         mask, logprobs=logprobs, old_logprobs=old_logprobs, reference_logprobs=reference_logprobs
     )
-    ratio = (policy - old).clamp(-kl.RATIO_LIMIT, kl.RATIO_LIMIT).exp()
-    return ratio * kl.k3((reference - policy).clamp(-kl.RATIO_LIMIT, kl.RATIO_LIMIT))
+    d = (reference - policy).clamp(-kl.RATIO_LIMIT, kl.RATIO_LIMIT)
+    if estimator != "unbiased":
+        return kl.k2(d) if estimator == "k2" else kl.k3(d)
+    return (policy - old).clamp(-kl.RATIO_LIMIT, kl.RATIO_LIMIT).exp() * kl.k3(d)
 
 
 @takes_arrays

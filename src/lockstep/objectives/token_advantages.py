@@ -148,10 +148,8 @@ def _check_whole_rows(
             f"[{layout.num_rows}]."
         )
     for name, tensor in (("rewards", rewards), ("values", values)):
-        if not is_readable(tensor):
-            continue
         is_bad = ~torch.isfinite(tensor) & _counted(layout, tensor.device)
-        if bool(is_bad.any()):
+        if is_readable(tensor) and bool(is_bad.any()):
             at = int(is_bad.reshape(-1).nonzero()[0, 0])
             raise AlignmentError(
                 f"{name} at {layout.locate(at)} is {float(tensor.reshape(-1)[at])}; values at "

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.turns import OFFERED
@@ -122,7 +121,7 @@ def _by_seat(groups: Sequence[Group], rows: Sequence[Sample]) -> dict[str, float
         of_seat = [r for r in rows if seat_of[r.id.rpartition("/")[0]] == seat]
         if of_seat and all("logprobs" in r.columns for r in of_seat):
             trainer, rollout = (
-                torch.from_numpy(np.concatenate([r.columns[name][r.loss_mask] for r in of_seat]))
+                np.concatenate([r.columns[name][r.loss_mask] for r in of_seat])
                 for name in ("logprobs", "rollout_logprobs")
             )
             found = measure(trainer, rollout).to_metrics(f"mismatch/by_seat/{seat}", by_part=False)
@@ -152,10 +151,10 @@ def _support_bias(groups: Sequence[Group], rows: Sequence[Sample]) -> dict[str, 
     if not has_truncated or not all("logprobs" in row.columns for row in rows):
         return {}
     rollout, trainer = (
-        torch.from_numpy(np.concatenate([row.columns[name] for row in rows]))
+        np.concatenate([row.columns[name] for row in rows])
         for name in ("rollout_logprobs", "logprobs")
     )
-    bias = support_bias(rollout, trainer, torch.from_numpy(np.concatenate(masks)))
+    bias = support_bias(rollout, trainer, np.concatenate(masks))
     return {"mismatch/support_bias": float(bias) + 0.0}  # + 0.0: -0.0 is shown as 0.0
 
 

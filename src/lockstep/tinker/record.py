@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from lockstep.correction import Layout, MismatchReport, TokenFacts, measure
 from lockstep.errors import StorageError
@@ -128,9 +127,9 @@ class ModelRecord:
         if num := sum(counts):
             self._num_tokens += num
             trainer, rollout, ages, places = (
-                torch.from_numpy(np.concatenate(each)) for each in zip(*compared, strict=True)
+                np.concatenate(e) for e in zip(*compared, strict=True)
             )
-            layout = Layout.packed(torch.tensor(counts))
+            layout = Layout.packed(counts)
             facts = TokenFacts(ages=ages, positions=places)
             self._report = self._report.merge(measure(trainer, rollout, layout=layout, facts=facts))
 

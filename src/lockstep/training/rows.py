@@ -8,7 +8,6 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from lockstep.correction.layout import Layout
 from lockstep.errors import ConfigError, DataError
@@ -210,8 +209,8 @@ def _fill_by_values(
         bootstrap = _values_at_cuts(paths, trajectories, critic)
     estimate = partial(
         gae,
-        torch.from_numpy(np.concatenate(rewards)),
-        torch.from_numpy(along_paths).double(),
+        np.concatenate(rewards),
+        along_paths.astype(np.float64),
         Layout.packed([len(of_path) for of_path in rewards]),
         gamma=advantage.gamma,
         bootstrap=bootstrap,
@@ -220,12 +219,12 @@ def _fill_by_values(
     if advantage.critic_lam is not None:
         _, returns = estimate(lam=advantage.critic_lam)
     for name, of_token in (("advantages", advantages), ("returns", returns)):
-        parts = np.split(of_token.numpy(), np.cumsum(sizes)[:-1])
+        parts = np.split(of_token, np.cumsum(sizes)[:-1])
         _fill(rows, name, means_over_leaves(zip(keys, parts, strict=True)))
     if advantage.whiten:
         layout = Layout.packed([sample.num_trained for sample in samples])
         given = np.concatenate([s.columns["advantages"][s.loss_mask] for s in samples])
-        whitened = whiten(torch.from_numpy(given), layout).numpy()
+        whitened = whiten(given, layout)
         for sample, part in zip(samples, np.split(whitened, layout.offsets[1:-1]), strict=True):
             sample.columns["advantages"][sample.loss_mask] = part
 
@@ -246,17 +245,16 @@ def _values_at_cuts(
     paths: Sequence[tuple[int, int, list[int]]],
     trajectories: Sequence[Trajectory],
     critic: Critic,
-) -> torch.Tensor:
+) -> npt.NDArray[np.float64]:
     """[paths]: the value behind the newest leaf of each truncated trajectory; 0.0 elsewhere."""
-    out = torch.zeros(len(paths), dtype=torch.float64)
+    out = np.zeros(len(paths))
     ends: dict[int, Sample] = {}
     for at, (number, leaf, _) in enumerate(paths):
         trajectory = trajectories[number]
         if trajectory.status == "truncated" and leaf == max(trajectory.rewards):
             ends[at] = trajectory.row(leaf)
     if ends:
-        found = critic.values_at_end(list(ends.values()))
-        out[list(ends)] = torch.from_numpy(found).double()
+        out[list(ends)] = critic.values_at_end(list(ends.values()))
     return out
 
 

@@ -130,5 +130,3 @@ def test_arrays_may_be_masks_of_layouts_and_columns_of_the_gap():
     expected = measure(new, old, layout=mask).to_metrics()
     found = measure(new.numpy(), old.numpy(), layout=Layout.padded(mask.numpy()))
     assert found.to_metrics() == expected
-    k3 = kl.k3(np.array([0.5]))
-    assert isinstance(k3, np.ndarray) and k3.dtype == np.float64
