@@ -26,7 +26,7 @@ ROWS = [
     ["recipes"],
     ["run"],
     ["doctor", "supervised"],
-    ["tinker"],
+    ["tinker", "integrations"],
     ["tinker_server"],
     ["model_server"],
     ["verbs"],
@@ -56,6 +56,7 @@ TORCH_FREE = [
     "lockstep.agent.gateway.config",
     "lockstep.model_server",
     "lockstep.engines.vllm.plugin",
+    "lockstep.integrations",
 ]
 
 
