@@ -21,7 +21,7 @@ import torch
 from lockstep.agent.tasks import derive_seed
 from lockstep.engines.base import Engine
 from lockstep.engines.sampling import DrawRule, sample, stream_of, uniforms
-from lockstep.errors import ConfigError, EngineDownError, EngineError, TokenError
+from lockstep.errors import CheckpointError, ConfigError, EngineDownError, EngineError, TokenError
 from lockstep.models import peft_format
 from lockstep.models.adapters import decoder_over
 from lockstep.models.decoder import Decoder
@@ -30,12 +30,10 @@ from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import lora_shape
 from lockstep.models.peft_io import load_adapter
 from lockstep.ops.context import PackedContext
-from lockstep.tinker.graph import GraphLoss
 from lockstep.tinker.learner import TinkerLearner, adapter_config
 from lockstep.tinker.outside import FullWeights, OutsideEngine
 from lockstep.tinker.requests import (
     BaseModel,
-    CustomLoss,
     ForwardBackward,
     ForwardBackwardResult,
     ModelSpec,
@@ -47,7 +45,7 @@ from lockstep.tinker.requests import (
     TopK,
 )
 from lockstep.training.config import TrainerConfig
-from lockstep.types import Int32Array, Request, SamplingParams
+from lockstep.types import Int32Array, Request
 
 T = TypeVar("T")
 Tensor = torch.Tensor
@@ -147,34 +145,30 @@ class EmbeddedBackend:
         """Frees its memory. An unknown id is ignored."""
         self._learners.pop(model_id, None)
 
-    def check_loss(self, loss: CustomLoss) -> None:
-        """Raises TinkerError for a graph that would not be run: an operation that is not allowed,
-        or a wrong number of outputs."""
-        _compiled(loss)
-
     async def forward_backward(
         self, model_id: str, request: ForwardBackward
     ) -> ForwardBackwardResult:
-        custom = None if request.custom is None else _compiled(request.custom)
-        learner = self._learners[model_id]
-        return await self._train(partial(learner.forward_backward, request, custom=custom))
+        return await self._train(self._learners[model_id].forward_backward, request)
 
     async def optim_step(self, model_id: str, request: OptimStep) -> dict[str, float]:
         """Returns metrics, named `name:reduction`. A gradient that is not finite makes no update,
         which `skipped:sum` counts."""
-        return await self._train(self._learners[model_id].optim_step, request)
+        return await self._train(self._learners[model_id].apply, request)
 
     async def save(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
         """Writes the adapter in PEFT's form (a whole model in Hugging Face's), and, if asked, what
         a later `load` needs to continue bit for bit. Gradients that were not applied are not
         kept."""
         learner = self._learners[model_id]
-        await self._train(partial(learner.save, directory, with_optimizer=with_optimizer))
+        await self._train(partial(learner.save, directory, weights_only=not with_optimizer))
 
     async def load(self, model_id: str, directory: Path, *, with_optimizer: bool) -> None:
         """Takes what `save` wrote, for a model of the same spec; drops collected gradients."""
         learner = self._learners[model_id]
-        await self._train(partial(learner.load, directory, with_optimizer=with_optimizer))
+        try:
+            await self._train(partial(learner.load, directory, weights_only=not with_optimizer))
+        except CheckpointError as error:
+            raise TinkerError(str(error)) from error
 
     async def _train(self, work: Callable[..., T], *arguments: object) -> T:
         """Runs in the thread of training: one request at a time, whichever model it is of."""
@@ -249,11 +243,10 @@ class EmbeddedBackend:
         sequence_ids: names of the replies; spans of a datum refer to them."""
         sampler = self._samplers[sampler_id]
         adapter = "" if sampler.adapter is None else sampler_id
-        params = _params_of(request, sampler.base.info)
         asked = Request(
             id="",
             prompt_ids=request.prompt_ids,
-            sampling=params,
+            sampling=request.params,
             affinity=sampler_id,
             adapter=adapter,
         )
@@ -332,25 +325,7 @@ class EmbeddedBackend:
             await base.engine.close()
 
 
-def _compiled(loss: CustomLoss) -> GraphLoss:
-    inputs = [{"name": name, "rank": rank} for name, rank in loss.inputs]
-    return GraphLoss(loss.name, inputs, loss.graph)
-
-
 # -- sampling -------------------------------------------------------------------------------------
-
-
-def _params_of(request: Sampling, base: BaseModel) -> SamplingParams:
-    room = base.max_tokens - len(request.prompt_ids)
-    stop_ids = base.stop_ids if request.stop_ids is None else request.stop_ids
-    return SamplingParams(
-        max_tokens=room if request.max_tokens is None else min(room, request.max_tokens),
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=max(request.top_k, 0),
-        stop_ids=stop_ids,
-        stop_strings=request.stop_strings,
-    )
 
 
 async def _drawn(engine: Engine, request: Request) -> tuple[SampledSequence, int]:
@@ -394,12 +369,13 @@ def _topk_of_reply(decoder: Decoder, request: Sampling, reply: SampledSequence, 
     """At each sampled token, under the distribution that it was drawn from."""
     ids = np.concatenate([request.prompt_ids, reply.token_ids])
     logits = _logits(decoder, ids)[len(request.prompt_ids) - 1 : -1]
-    return _topk(decoder.ops.log_softmax(logits, temperature=request.temperature or 1.0), num)
+    heat = request.params.temperature or 1.0
+    return _topk(decoder.ops.log_softmax(logits, temperature=heat), num)
 
 
 def _alternatives(decoder: Decoder, logits: Tensor, request: Sampling, seed: int) -> TopK:
     """Draws by the engine's own function: each column by a stream of its own."""
-    rule = DrawRule(request.temperature, is_filtered=False, distribution="model")
+    rule = DrawRule(request.params.temperature, is_filtered=False, distribution="model")
     places = np.arange(1, len(logits) + 1)
     drawn, found = [], []
     for column in range(request.num_alternatives):

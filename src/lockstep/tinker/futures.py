@@ -70,16 +70,15 @@ class Futures:
         known = self._journal.find(target, seq_id)
         if known is None:
             return None
-        request, outcome = known
-        if outcome.digest != digest:
+        if known.digest != digest:
             raise invalid(
                 f"seq_id={seq_id} of {target} was used before with another payload"
-                + (f" ({outcome.result.decode()})" if outcome.state == "refused" else "")
+                + (f" ({known.result.decode()})" if known.state == "refused" else "")
                 + ". Count by one for each request; a repeated one must be the same."
             )
-        if outcome.state == "refused":
-            raise TinkerError(outcome.result.decode(), status=int(outcome.category))
-        return request.id
+        if known.state == "refused":
+            raise TinkerError(known.result.decode(), status=int(known.category))
+        return known.id
 
     async def settle(self, request: Accepted, outcome: Done | BaseException) -> None:
         """Writes an outcome, and wakes the clients that wait for it. While the disk is full, it
@@ -117,7 +116,7 @@ class Futures:
         """Waits for a result for a while. It may be fetched any number of times."""
         request_id = body["request_id"].text()
         found = self._journal.outcome(request_id)
-        if found is not None and found[1].state == "waiting":
+        if found is not None and found.state == "waiting":
             await self._wait_for(request_id, self._config.hold_seconds)
             found = self._journal.outcome(request_id)
         if found is None:
@@ -125,9 +124,8 @@ class Futures:
                 f"request {request_id[:80]!r} is not known to this server: it was never accepted, "
                 "or its session ended long ago. Send the request again."
             )
-        request, outcome = found
-        self._sessions.note_request(request.session)
-        match outcome.state:
+        self._sessions.note_request(found.session)
+        match found.state:
             case "waiting":
                 state = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
                 return Reply(status=408, body=as_json(state))
@@ -139,15 +137,15 @@ class Futures:
                 )
             case "failed" | "refused":
                 self._journal.mark_fetched(request_id)
-                text, category = outcome.result.decode(), outcome.category
-                return Reply(body=as_json({"error": text, "category": category}))
-        size = len(outcome.result)
+                error = {"error": found.result.decode(), "category": found.category}
+                return Reply(body=as_json(error))
+        size = len(found.result)
         if body["allow_metadata_only"].truth() and size > MAX_INLINE_BYTES:
             size_alone = {"status": "complete_metadata", "response_payload_size": size}
             return Reply(body=as_json(size_alone))
         self._journal.mark_fetched(request_id)
-        kind = PROTOBUF if request.kind in PROTOBUF_KINDS else "application/json"
-        return Reply(body=outcome.result, content_type=kind)
+        kind = PROTOBUF if found.kind in PROTOBUF_KINDS else "application/json"
+        return Reply(body=found.result, content_type=kind)
 
     async def retrieve_many(self, body: Value, sampler_id: str) -> dict[str, Any]:
         """Lists the requests of one sampling client with a result, after the `prev_cursor`-th."""

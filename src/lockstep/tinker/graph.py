@@ -27,7 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch.fx.node import map_aggregate
 
-from lockstep.tinker.losses import wrong_input
+from lockstep.objectives.losses import TokenBatch
+from lockstep.tinker.losses import Sums, wrong_input
 from lockstep.tinker.requests import TARGETS, Datum, TinkerError, invalid
 
 Tensor = torch.Tensor
@@ -116,7 +117,7 @@ class _Node:
 
 
 class GraphLoss:
-    """A loss that a client uploaded.
+    """A loss that a client uploaded, with the methods of `losses.Loss`.
 
     >>> loss = GraphLoss("nll", [{"name": "logprobs", "rank": 1}], {"format": 1, "nodes": [
     ...     {"op": "placeholder", "name": "logprobs", "target": "logprobs"},
@@ -165,6 +166,28 @@ class GraphLoss:
                     index, name, f"{found}, and the loss {self.name} declared it with rank {rank}"
                 )
 
+    def columns_of(self, data: Sequence[Datum]) -> dict[str, npt.NDArray[np.float32]]:
+        """None: each datum is read by itself, as its inputs may have any shape."""
+        return {}
+
+    def is_live(self, columns: Mapping[str, Tensor], *, like: Tensor) -> Tensor:
+        """[M] bool, all True."""
+        return torch.ones_like(like, dtype=torch.bool)
+
+    def summed(self, tokens: TokenBatch, data: Mapping[int, Datum], totals: Sums) -> Tensor:
+        """[] the sum over whole datums, by their numbers in the request."""
+        totals.add("tokens:sum", torch.ones_like(tokens.logprobs))
+        total = tokens.logprobs.new_zeros(()).cpu()  # its tensors are small, its operations many
+        targets = [datum.inputs[TARGETS] for datum in data.values()]
+        parts = tokens.logprobs.cpu().split([each.size for each in targets])
+        for (index, datum), of_datum in zip(data.items(), parts, strict=True):
+            shape = datum.inputs[TARGETS].shape
+            found, metrics = self(of_datum.view(shape), datum.inputs, index=index)
+            total = total + found
+            for name, value in ({"loss:sum": found} | metrics).items():
+                totals.add(name, value)
+        return total
+
     def __call__(
         self,
         logprobs: Tensor,
@@ -179,7 +202,8 @@ class GraphLoss:
             node: logprobs if name == LOGPROBS else given[name]
             for node, name in self._placeholders.items()
         }
-        deadline, num_elements = time.monotonic() + max_seconds, 0
+        # Seconds of this thread: a busy machine is not the graph's fault.
+        deadline, num_elements = time.thread_time() + max_seconds, 0
         for node in self._nodes:
             try:
                 result = values[node.name] = _call(node, values)
@@ -189,7 +213,7 @@ class GraphLoss:
                 raise self._error(
                     f"node {node.name} ({node.target}) fails on datum {index}: {error}"
                 ) from error
-            if time.monotonic() > deadline:
+            if time.thread_time() > deadline:
                 raise self._error(
                     f"it ran longer than {max_seconds:g} s on datum {index}, up to node "
                     f"{node.name} ({node.target})."

@@ -26,6 +26,8 @@ from lockstep.tinker.requests import SampledSequence
 from lockstep.types import Int32Array
 
 State = Literal["waiting", "done", "failed", "refused", "expired"]
+_COLUMNS = ("session", "target", "seq_id", "kind", "digest", "state", "category")
+"""Columns of a request that are small."""
 CLONE = 1_000_000_000
 """Seq_ids of one unpickled sampling client: its number times this, and up."""
 
@@ -36,7 +38,7 @@ _SCHEMA = Path(__file__).with_suffix(".sql").read_text("utf-8")
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """One accepted request."""
+    """One accepted or refused request, and how it ended."""
 
     session: str
     target: str
@@ -45,22 +47,16 @@ class Accepted:
     body: bytes = field(repr=False, default=b"")
     value: Any = field(repr=False, default=None, compare=False)
     """The body as it was read; None after a restart."""
+    digest: bytes = field(repr=False, default=b"")
+    state: State = "waiting"
+    result: bytes = field(repr=False, default=b"")
+    category: str = ""
+    """Category of a failed one; the HTTP status of a refused one; otherwise empty."""
 
     @property
     def id(self) -> str:
         """As the client names it."""
         return f"{self.target}/{self.seq_id}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """How a request ended, or that it has not."""
-
-    state: State
-    digest: bytes = field(repr=False)
-    result: bytes = field(repr=False)
-    category: str
-    """Category of a failed one; the HTTP status of a refused one; otherwise empty."""
 
 
 # -- what exists ----------------------------------------------------------------------------------
@@ -225,46 +221,32 @@ class Journal:
 
     # -- requests ---------------------------------------------------------------------------------
 
-    def refuse(self, request: Accepted, digest: bytes, text: str, status: int) -> None:
-        """Notes a request that was refused: its seq_id is used."""
-        request = replace(request, body=b"")
-        self.add(request, digest, state="refused", result=text.encode(), category=str(status))
-
-    def add(
-        self,
-        request: Accepted,
-        digest: bytes,
-        *,
-        state: State = "waiting",
-        result: bytes | None = None,
-        category: str | None = None,
-    ) -> None:
-        """Accepts a request."""
+    def add(self, request: Accepted) -> None:
+        """Accepts a request, or notes a refused one: its seq_id is used."""
+        small = [getattr(request, name) for name in _COLUMNS]
         self._db.execute(
-            "INSERT INTO requests "
-            "(target, seq_id, session, kind, digest, body, state, result, category) "
+            f"INSERT INTO requests ({', '.join(_COLUMNS)}, body, result) "
             "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                *(request.target, request.seq_id, request.session, request.kind),
-                *(digest, request.body or None, state, result, category),
-            ),
+            (*small, request.body or None, request.result or None),
         )
 
-    def finish(self, request: Accepted, result: bytes, *, keeps_body: bool = False) -> None:
-        """Stores a result. keeps_body: a restart must repeat the request."""
-        self._end(request, "done", result, None, keeps_body)
+    def refuse(self, request: Accepted, text: str, status: int) -> None:
+        about = {"state": "refused", "result": text.encode(), "category": str(status)}
+        self.add(replace(request, body=b"", **about))
 
     def fail(self, request: Accepted, text: str, category: str = "server") -> None:
-        self._end(request, "failed", text.encode("utf-8", "replace"), category, False)
+        self.finish(request, text.encode("utf-8", "replace"), state="failed", category=category)
 
-    def _end(
+    def finish(
         self,
         request: Accepted,
-        state: State,
         result: bytes,
-        category: str | None,
-        keeps_body: bool,
+        *,
+        state: State = "done",
+        category: str = "",
+        keeps_body: bool = False,
     ) -> None:
+        """Stores a result. keeps_body: a restart must repeat the request."""
         self._finished += 1
         body = "body" if keeps_body else "NULL"
         self._db.execute(
@@ -280,22 +262,12 @@ class Journal:
             (target, up_to),
         )
 
-    def find(self, target: str, seq_id: int) -> tuple[Accepted, Ending] | None:
-        """Returns the request that has this seq_id, without its body, and how it ended."""
-        row = self._db.execute(
-            "SELECT session, kind, state, digest, result, category FROM requests "
-            "WHERE target = ? AND seq_id = ?",
-            (target, seq_id),
-        ).fetchone()
-        if row is None:
-            return None
-        session, kind, state, digest, result, category = row
-        request = Accepted(session=session, target=target, seq_id=seq_id, kind=kind)
-        return request, Ending(
-            state=state, digest=digest, result=result or b"", category=category or ""
-        )
+    def find(self, target: str, seq_id: int) -> Accepted | None:
+        """Returns the request that has this seq_id, without its body."""
+        found = self._requests("target = ? AND seq_id = ?", (target, seq_id), "result")
+        return found[0] if found else None
 
-    def outcome(self, request_id: str) -> tuple[Accepted, Ending] | None:
+    def outcome(self, request_id: str) -> Accepted | None:
         """The same, by the request's id."""
         target, _, number = request_id.rpartition("/")
         is_seq_id = len(number) < 19 and number.removeprefix("-").isdecimal()
@@ -306,21 +278,21 @@ class Journal:
 
     def waiting(self) -> list[Accepted]:
         """Returns the accepted requests without a result."""
-        return self._requests("state = 'waiting'", ())
+        return self._requests("state = 'waiting'", (), "body")
 
     def to_repeat(self, target: str, after: int) -> list[Accepted]:
         """Returns the executed requests of a model whose effect is in no saved state, in order."""
         where = "target = ? AND seq_id > ? AND state = 'done' AND body IS NOT NULL"
-        return self._requests(where, (target, after))
+        return self._requests(where, (target, after), "body")
 
-    def _requests(self, where: str, values: tuple[Any, ...]) -> list[Accepted]:
+    def _requests(self, where: str, values: tuple[Any, ...], large: str) -> list[Accepted]:
+        """large: the column to be read besides the small ones."""
+        names = (*_COLUMNS, large)
         rows = self._db.execute(
-            "SELECT session, target, seq_id, kind, body FROM requests "
-            f"WHERE {where} ORDER BY target, seq_id",
-            values,
+            f"SELECT {', '.join(names)} FROM requests WHERE {where} ORDER BY target, seq_id", values
         )
-        names = ("session", "target", "seq_id", "kind", "body")
-        return [Accepted(**dict(zip(names, row, strict=True))) for row in rows]
+        found = [dict(zip(names, row, strict=True)) for row in rows]
+        return [Accepted(**{n: v for n, v in row.items() if v is not None}) for row in found]
 
     def progress(self, target: str) -> tuple[int, list[int]]:
         """The first seq_id of a model that was neither executed nor refused, and the refused ones

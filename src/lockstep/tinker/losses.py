@@ -17,9 +17,11 @@ and r = exp(lp - q):
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from lockstep.correction import kl
@@ -51,6 +53,73 @@ class Loss:
     """Input that is 0 where a token has no gradient; empty: every token may have one."""
     num_dims: int = 1
     """Dimensions that target_tokens may have: [N], or also [N, K]."""
+    name: str = ""
+
+    def check(self, index: int, datum: Datum) -> None:
+        """Raises TinkerError naming the datum, by its index, and the field that the loss lacks or
+        does not read."""
+        targets, name = datum.inputs[TARGETS], self.name
+        if targets.ndim > self.num_dims:
+            text = f"its shape is {list(targets.shape)}, and the loss {name} has one target a token"
+            raise wrong_input(index, TARGETS, text)
+        known = {TARGETS, *self.inputs, *self.optional_inputs}
+        if unknown := sorted(set(datum.inputs) - known):
+            raise wrong_input(
+                index,
+                unknown[0],
+                f"the loss {name} does not read it, so it would change nothing. Leave it out; the "
+                f"loss reads {', '.join(sorted(known))}",
+            )
+        if missing := [key for key in self.inputs if key not in datum.inputs]:
+            raise wrong_input(index, missing[0], f"it is missing, and the loss {name} reads it")
+
+    def columns_of(self, data: Sequence[Datum]) -> dict[str, npt.NDArray[np.float32]]:
+        """[M] each: the inputs that these datums have."""
+        names = [
+            name
+            for name in (*self.inputs, *self.optional_inputs)
+            if any(name in datum.inputs for datum in data)
+        ]
+        return {
+            name: np.concatenate(
+                [
+                    datum.inputs[name].ravel()
+                    if name in datum.inputs
+                    else np.full(datum.inputs[TARGETS].size, self.config[name])
+                    for datum in data
+                ],
+                dtype=np.float32,
+            )
+            for name in names
+        }
+
+    def is_live(self, columns: Mapping[str, Tensor], *, like: Tensor) -> Tensor:
+        """[M] bool: the targets whose log-prob the loss may have a gradient for."""
+        if self.gradient:
+            return columns[self.gradient] != 0
+        return torch.ones_like(like, dtype=torch.bool)
+
+    def summed(self, tokens: TokenBatch, data: Mapping[int, Datum], totals: Sums) -> Tensor:
+        """[] the loss summed over the targets of whole datums; its figures go into `totals`.
+
+        Means and extremes are over the targets that have a gradient: others may hold any log-prob
+        of the sampler, such as 0 in a prompt.
+        """
+        out = self.compute(tokens, self.config)
+        is_live = self.is_live(tokens.columns, like=tokens.logprobs)
+        totals.add("loss:sum", out.loss)
+        totals.add("tokens:sum", is_live)
+        figures = {f"{key.removesuffix('_mean')}:mean": values for key, values in out.mean.items()}
+        for key, values in out.maximum.items():
+            figures[f"{key.removesuffix('_max')}:max"] = values
+        figures["entropy:mean"] = tokens.entropy
+        if "logprobs" in tokens.columns:
+            ratio, _ = kl.log_ratio(tokens.logprobs, tokens.columns["logprobs"])
+            figures["kl_sample_train_v1:mean"] = kl.k1(ratio)
+            figures["kl_sample_train_v2:mean"] = kl.k2(ratio)
+        for key, values in figures.items():
+            totals.add(key, values[is_live])
+        return out.loss.sum()
 
 
 def _dro(tokens: TokenBatch, config: Mapping[str, float]) -> TokenLoss:
@@ -117,54 +186,7 @@ def loss_of(name: str, config: Config) -> Loss:
             raise invalid(f"the loss {name} has no setting {key!r}; its settings are: {known}.")
         if isinstance(value, str):
             raise invalid(f"the setting {key} of the loss {name} is {value!r}; expected a number.")
-    return replace(loss, config={**loss.config, **config})
-
-
-def check_datum(index: int, datum: Datum, loss: Loss, name: str) -> None:
-    """Raises TinkerError naming the datum and the field that the loss lacks or does not read."""
-    targets = datum.inputs[TARGETS]
-    if targets.ndim > loss.num_dims:
-        text = f"its shape is {list(targets.shape)}, and the loss {name} has one target a token"
-        raise wrong_input(index, TARGETS, text)
-    known = {TARGETS, *loss.inputs, *loss.optional_inputs}
-    if unknown := sorted(set(datum.inputs) - known):
-        raise wrong_input(
-            index,
-            unknown[0],
-            f"the loss {name} does not read it, so it would change nothing. Leave it out; the loss "
-            f"reads {', '.join(sorted(known))}",
-        )
-    if missing := [key for key in loss.inputs if key not in datum.inputs]:
-        raise wrong_input(index, missing[0], f"it is missing, and the loss {name} reads it")
-
-
-def sum_loss(loss: Loss, tokens: TokenBatch, totals: Sums) -> Tensor:
-    """[] the loss summed over the targets of whole datums; its figures go into `totals`.
-
-    Means and extremes are over the targets that have a gradient: others may hold any log-prob of
-    the sampler, such as 0 in a prompt.
-    """
-    out = loss.compute(tokens, loss.config)
-    is_live = has_gradient(loss, tokens.columns, like=tokens.logprobs)
-    totals.add("loss:sum", out.loss)
-    totals.add("tokens:sum", is_live)
-    figures = {f"{key.removesuffix('_mean')}:mean": values for key, values in out.mean.items()}
-    figures |= {f"{key.removesuffix('_max')}:max": values for key, values in out.maximum.items()}
-    figures["entropy:mean"] = tokens.entropy
-    if "logprobs" in tokens.columns:
-        ratio, _ = kl.log_ratio(tokens.logprobs, tokens.columns["logprobs"])
-        figures["kl_sample_train_v1:mean"] = kl.k1(ratio)
-        figures["kl_sample_train_v2:mean"] = kl.k2(ratio)
-    for key, values in figures.items():
-        totals.add(key, values[is_live])
-    return out.loss.sum()
-
-
-def has_gradient(loss: Loss, columns: Mapping[str, Tensor], *, like: Tensor) -> Tensor:
-    """[M] bool: the targets whose log-prob the loss may have a gradient for."""
-    if loss.gradient:
-        return columns[loss.gradient] != 0
-    return torch.ones_like(like, dtype=torch.bool)
+    return replace(loss, name=name, config={**loss.config, **config})
 
 
 class Sums:

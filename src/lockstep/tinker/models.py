@@ -12,25 +12,15 @@ from typing import Any
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.reading import Value
 from lockstep.agent.tasks import derive_seed
+from lockstep.tinker import wire
 from lockstep.tinker.checkpoints import check_ttl, path_of
 from lockstep.tinker.futures import Done, as_json
+from lockstep.tinker.graph import GraphLoss
 from lockstep.tinker.journal import Accepted, Checkpoint, Trained, UploadedLoss, digest_of
 from lockstep.tinker.requests import ModelSpec, TinkerError, invalid, not_found
 from lockstep.tinker.resources import Resources
 from lockstep.tinker.samplers import Samplers
 from lockstep.tinker.training_run import TinkerRun
-from lockstep.tinker.wire import (
-    canonical,
-    check_optimizer,
-    custom_loss_of,
-    forward_backward_of,
-    metadata_of,
-    model_spec_of,
-    optim_step_of,
-    parse_forward_backward,
-    peek_forward_backward,
-    whole_number,
-)
 
 UNLOAD = -1
 """Seq_id of the request that unloads a model: it is outside the order."""
@@ -46,7 +36,6 @@ class Models:
         self.known = self._journal.all(Trained)
         self.runs: dict[str, TinkerRun] = {}
         self._losses = self._journal.all(UploadedLoss)
-        self._custom = {each.id: custom_loss_of(Value(each.body)) for each in self._losses.values()}
 
     # -- life -------------------------------------------------------------------------------------
 
@@ -76,7 +65,7 @@ class Models:
     # -- making a model ---------------------------------------------------------------------------
 
     def create(self, body: Value) -> dict[str, Any]:
-        spec = model_spec_of(body)
+        spec = wire.model_spec_of(body)
         base = self._resources.base(body["base_model"])
         return self._make(body, "create_model", replace(spec, base_model=base.name))
 
@@ -85,7 +74,7 @@ class Models:
         if body["model_id"].raw is not None:
             return self.submit(body, "load_weights")
         checkpoint = self._loadable(body)
-        check_optimizer(body["optimizer_config"])
+        wire.check_optimizer(body["optimizer_config"])
         if body["base_model"].raw is not None:
             base = self._resources.base(body["base_model"])
             if base.name != checkpoint.spec["base_model"]:
@@ -106,8 +95,8 @@ class Models:
     def _make(self, body: Value, kind: str, spec: ModelSpec) -> dict[str, Any]:
         """Accepts a model's request 0. The client derives the same id."""
         session = self._sessions.live(body["session_id"].text())
-        number = whole_number(body["model_seq_id"])
-        model_id, metadata = f"{session.id}:train:{number}", metadata_of(body["user_metadata"])
+        number = wire.whole_number(body["model_seq_id"])
+        model_id, metadata = f"{session.id}:train:{number}", wire.metadata_of(body["user_metadata"])
         if spec.seed is None:  # a restart must draw the same again
             spec = replace(spec, seed=derive_seed(model_id) % 2**31)
         with self._journal.transaction():
@@ -124,7 +113,7 @@ class Models:
                 self._journal.put(model)
                 self.known[model_id] = model
                 self._make_run(model).start()
-            return self._submit(self.run(model_id), kind, 0, canonical(body), body)
+            return self._submit(self.run(model_id), kind, 0, wire.canonical(body), body)
 
     def run(self, model_id: str) -> TinkerRun:
         """Raises TinkerError (404), (410)."""
@@ -163,7 +152,7 @@ class Models:
 
     def forward_backward(self, raw: bytes) -> dict[str, Any]:
         try:
-            found = parse_forward_backward(raw)
+            found = wire.parse_forward_backward(raw)
         except TinkerError as error:
             self.refuse_forward_backward(raw, error)
             raise
@@ -175,22 +164,25 @@ class Models:
     def refuse_forward_backward(self, head: bytes, error: Refusal) -> None:
         """Notes a request whose body cannot be read, if its beginning names the model and the
         number: the client goes on with the next request, which must not wait for this one."""
-        model_id, seq_id = peek_forward_backward(head) or ("", 0)
+        model_id, seq_id = wire.peek_forward_backward(head) or ("", 0)
         run = self.runs.get(model_id)
         if run is None or seq_id < run.next_seq_id or self._journal.find(model_id, seq_id):
             return
-        self._refuse(run, "forward_backward", seq_id, b"", error)
+        request = Accepted(run.record.session, model_id, seq_id, "forward_backward")
+        self._refuse(run, request, error)
 
     def submit(self, body: Value, kind: str) -> dict[str, Any]:
         """Accepts a request other than forward_backward. kind: `optim_step`, `save_weights`, ..."""
         run = self.run(body["model_id"].text())
-        return self._submit(run, kind, whole_number(body["seq_id"], 1), canonical(body), body)
+        return self._submit(
+            run, kind, wire.whole_number(body["seq_id"], 1), wire.canonical(body), body
+        )
 
     def unload(self, body: Value) -> dict[str, Any]:
         run = self.run(body["model_id"].text())
         request = Accepted(run.record.session, run.record.id, UNLOAD, "unload_model")
         if self._journal.find(request.target, UNLOAD) is None:
-            self._journal.add(request, b"")
+            self._journal.add(request)
             self.resume(run, request)
         return {"request_id": request.id, "model_id": run.record.id}
 
@@ -203,30 +195,27 @@ class Models:
         request_id = self._futures.earlier(run.record.id, seq_id, digest)
         if request_id is None:
             run.check_ahead(seq_id)
+            request = Accepted(run.record.session, run.record.id, seq_id, kind, raw, digest=digest)
             try:
-                value = self._checked(run, kind, body, is_new=True)
+                request = replace(request, value=self._checked(run, kind, body, is_new=True))
             except Refusal as error:
-                self._refuse(run, kind, seq_id, digest, error)
+                self._refuse(run, request, error)
                 raise
-            request = Accepted(run.record.session, run.record.id, seq_id, kind, raw)
-            self._journal.add(request, digest)
-            run.submit(replace(request, value=value))
+            self._journal.add(request)
+            run.submit(request)
             request_id = request.id
         return {"request_id": request_id, "model_id": run.record.id}
 
-    def _refuse(
-        self, run: TinkerRun, kind: str, seq_id: int, digest: bytes, error: Refusal
-    ) -> None:
-        request = Accepted(run.record.session, run.record.id, seq_id, kind)
-        self._journal.refuse(request, digest, str(error), error.status)
-        run.skip(seq_id)
+    def _refuse(self, run: TinkerRun, request: Accepted, error: Refusal) -> None:
+        self._journal.refuse(request, str(error), error.status)
+        run.skip(request.seq_id)
 
     def _read(self, request: Accepted) -> Any:
         """Reads the body of a journalled request again, unless it is still at hand."""
         if request.value is not None:
             return request.value
         if request.kind == "forward_backward":
-            body = parse_forward_backward(request.body)
+            body = wire.parse_forward_backward(request.body)
         else:
             body = Value(json.loads(request.body))
         return self._checked(self.runs[request.target], request.kind, body, is_new=False)
@@ -236,12 +225,12 @@ class Models:
         Raises Refusal."""
         if kind == "forward_backward":
             substitute = self._resources.config.substitute
-            asked = forward_backward_of(
-                body, run.base, find_loss=self._custom.get, substitute=substitute
+            asked = wire.forward_backward_of(
+                body, run.base, find_loss=self._find_loss, substitute=substitute
             )
             return self._resources.origins.check(asked, is_new=is_new)
         if kind == "optim_step":
-            return optim_step_of(body)
+            return wire.optim_step_of(body)
         if is_new:
             self._check_weights(run, kind, body)
         return body.object()
@@ -255,7 +244,7 @@ class Models:
             )
         if kind.startswith("save"):
             check_ttl(body["ttl_seconds"])
-            metadata_of(body["user_metadata"])
+            wire.metadata_of(body["user_metadata"])
             body["overwrite"].truth()
             is_for_sampler = kind == "save_weights_for_sampler"
             if body["path"].raw is not None:
@@ -276,23 +265,26 @@ class Models:
     # -- custom losses ----------------------------------------------------------------------------
 
     def create_custom_loss(self, body: Value) -> dict[str, Any]:
-        """Stores a loss that the backend allows; its future is done at once."""
+        """Stores a loss, if all of its operations are allowed; its future is done at once."""
         session = self._sessions.live(body["session_id"].text())
-        number = whole_number(body["custom_loss_seq_id"])
-        target, raw = f"{session.id}:loss", canonical(body)
+        number = wire.whole_number(body["custom_loss_seq_id"])
+        target, raw = f"{session.id}:loss", wire.canonical(body)
         digest = digest_of("create_custom_loss", raw)
         if (earlier := self._futures.earlier(target, number, digest)) is not None:
             return {"request_id": earlier}
-        custom = custom_loss_of(body)
-        self._resources.backend.check_loss(custom)
+        wire.custom_loss_of(body)
         loss = UploadedLoss(id=f"{target}:{number}", session=session.id, body=body.object())
-        request = Accepted(session.id, target, number, "create_custom_loss")
+        request = Accepted(session.id, target, number, "create_custom_loss", digest=digest)
         payload = as_json({"loss_id": loss.id, "type": "create_custom_loss"})
         with self._journal.transaction():
-            self._journal.add(request, digest)
+            self._journal.add(request)
             self._futures.write(request, Done(payload=payload, records=(loss,)))
-        self._losses[loss.id], self._custom[loss.id] = loss, custom
+        self._losses[loss.id] = loss
         return {"request_id": request.id}
+
+    def _find_loss(self, loss_id: str) -> GraphLoss | None:
+        loss = self._losses.get(loss_id)
+        return None if loss is None else wire.custom_loss_of(Value(loss.body))
 
     async def end(self, session_id: str, reason: str) -> None:
         """Unloads the models of a session, and forgets its losses."""
@@ -304,7 +296,7 @@ class Models:
             self.runs.pop(run.record.id, None)
         for loss in [each for each in self._losses.values() if each.session == session_id]:
             self._journal.remove(loss)
-            del self._losses[loss.id], self._custom[loss.id]
+            del self._losses[loss.id]
 
 
 def adapter_of(spec: Mapping[str, Any]) -> dict[str, Any]:

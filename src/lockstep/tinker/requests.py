@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.agent.gateway.exchange import Refusal
-from lockstep.types import Float32Array, Int32Array
+from lockstep.types import Float32Array, Int32Array, SamplingParams
+
+if TYPE_CHECKING:
+    from lockstep.tinker.graph import GraphLoss
 
 TARGETS = "target_tokens"
 """Input of every loss: the ids that are predicted."""
@@ -105,18 +108,6 @@ class Datum:
         return len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CustomLoss:
-    """A loss that a client uploaded as a graph of operations."""
-
-    name: str
-    inputs: tuple[tuple[str, int], ...]
-    """Names and ranks (0, 1 or 2), in order; `logprobs` is the first, the others are read from the
-    datum."""
-    graph: Mapping[str, Any]
-    """As on the wire: {"format": 1, "nodes": [{"op", "name", "target", "args", "kwargs"}]}."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForwardBackward:
     """Adds the gradient of a loss, summed over all tokens, to what the next update applies."""
@@ -127,8 +118,8 @@ class ForwardBackward:
     config: Mapping[str, float | str] = field(default_factory=dict)
     """Settings of the loss: clip_low_threshold, clip_high_threshold, beta, loss_id."""
     is_forward_only: bool = False
-    custom: CustomLoss | None = None
-    """The graph, if the loss is custom."""
+    custom: GraphLoss | None = None
+    """The uploaded loss, if the loss is custom."""
     origins: Mapping[str, int] = field(default_factory=dict)
     """Number of datums by their origin: drawn here, differs from that, foreign or unknown."""
 
@@ -162,16 +153,8 @@ class Sampling:
 
     prompt_ids: Int32Array
     num_samples: int
-    max_tokens: int | None = None
-    """None: the rest of the model's context."""
+    params: SamplingParams
     seed: int | None = None
-    stop_ids: tuple[int, ...] | None = None
-    """Ids that end sampling. None: the model's own stop ids; () ends at the limit alone."""
-    stop_strings: tuple[str, ...] = ()
-    temperature: float = 1.0
-    top_k: int = -1
-    """-1 is off."""
-    top_p: float = 1.0
     has_prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0

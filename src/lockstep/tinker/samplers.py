@@ -8,22 +8,15 @@ import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 from lockstep.agent.gateway.reading import Value
 from lockstep.agent.tasks import derive_seed
+from lockstep.tinker import wire
 from lockstep.tinker.futures import Done
 from lockstep.tinker.journal import Accepted, Sampler, digest_of
 from lockstep.tinker.requests import Sampling, SamplingResult, TinkerError, invalid, not_found
 from lockstep.tinker.resources import Resources
-from lockstep.tinker.wire import (
-    MAX_SAMPLE_SEQ_ID,
-    canonical,
-    sampling_of,
-    whole_number,
-    write_sampling,
-)
 
 
 class Samplers:
@@ -48,7 +41,7 @@ class Samplers:
 
     async def create(self, body: Value) -> dict[str, Any]:
         session = self._sessions.live(body["session_id"].text())
-        number, store = whole_number(body["sampling_session_seq_id"]), self._resources.store
+        number, store = wire.whole_number(body["sampling_session_seq_id"]), self._resources.store
         sampler = Sampler(id=f"{session.id}:sample:{number}", session=session.id)
         checkpoint = None
         if path := body["model_path"].text(""):
@@ -96,7 +89,10 @@ class Samplers:
     def sample(self, body: Value) -> dict[str, Any]:
         sampler = self.find(body["sampling_session_id"].text())
         self._sessions.live(sampler.session)
-        seq_id, raw = whole_number(body["seq_id"], 0, MAX_SAMPLE_SEQ_ID), canonical(body)
+        seq_id, raw = (
+            wire.whole_number(body["seq_id"], 0, wire.MAX_SAMPLE_SEQ_ID),
+            wire.canonical(body),
+        )
         digest, num_samples = digest_of("sample", raw), body["num_samples"].integer(1) or 1
         request_id = self._futures.earlier(sampler.id, seq_id, digest)
         if request_id is None:
@@ -107,16 +103,18 @@ class Samplers:
                     status=429,
                 )
             asked = self._read(body, sampler)
-            request = Accepted(sampler.session, sampler.id, seq_id, "sample", raw)
-            self._resources.journal.add(request, digest)
-            self.start(replace(request, value=asked))
+            request = Accepted(
+                sampler.session, sampler.id, seq_id, "sample", raw, value=asked, digest=digest
+            )
+            self._resources.journal.add(request)
+            self.start(request)
             request_id = request.id
         names = [f"{request_id}.{at}" for at in range(num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": names}
 
     def _read(self, body: Value, sampler: Sampler) -> Sampling:
         base = self._resources.bases[sampler.base_model]
-        return sampling_of(body, base, substitute=self._config.substitute)
+        return wire.sampling_of(body, base, substitute=self._config.substitute)
 
     def start(self, request: Accepted) -> None:
         """Executes a request that the journal has."""
@@ -130,7 +128,7 @@ class Samplers:
             asked: Sampling = request.value or self._read(Value(json.loads(request.body)), sampler)
             result = await self._draw(sampler, asked, request)
             outcome: Done | BaseException = Done(
-                payload=write_sampling(result, asked),
+                payload=wire.write_sampling(result, asked),
                 write=lambda: self._resources.origins.add(request, asked, result),
             )
         except Exception as error:
@@ -160,8 +158,8 @@ class Samplers:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         found = journal.outcome(request_id)
-        if found is not None and found[1].state == "waiting":
-            await self._futures.settle(found[0], TinkerError(reason))
+        if found is not None and found.state == "waiting":
+            await self._futures.settle(found, TinkerError(reason))
 
     async def retrieve_many(self, body: Value) -> dict[str, Any]:
         """See `Futures.retrieve_many`."""

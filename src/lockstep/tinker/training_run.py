@@ -143,7 +143,7 @@ class TinkerRun:
         )
         LOGGER.warning(text)
         request = Accepted(self.record.session, self.record.id, self.next_seq_id, "missing")
-        self._journal.refuse(request, b"", text, 422)
+        self._journal.refuse(request, text, 422)
         self.skip(self.next_seq_id)
 
     # -- execution --------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ import numpy.typing as npt
 
 from lockstep.agent.gateway.reading import Value
 from lockstep.errors import MissingExtraError
+from lockstep.tinker.graph import GraphLoss
 from lockstep.tinker.requests import (
     BaseModel,
-    CustomLoss,
     Datum,
     ForwardBackward,
     ForwardBackwardResult,
@@ -33,6 +33,7 @@ from lockstep.tinker.requests import (
     TopK,
     invalid,
 )
+from lockstep.types import SamplingParams
 
 try:
     import zstandard
@@ -130,7 +131,7 @@ def forward_backward_of(
     found: Any,
     base: BaseModel,
     *,
-    find_loss: Callable[[str], CustomLoss | None],
+    find_loss: Callable[[str], GraphLoss | None],
     substitute: str = "",
 ) -> ForwardBackward:
     """Reads a parsed message for a model over `base`. find_loss: an uploaded loss by its id.
@@ -446,12 +447,10 @@ def model_spec_of(body: Value) -> ModelSpec:
     )
 
 
-def custom_loss_of(body: Value) -> CustomLoss:
+def custom_loss_of(body: Value) -> GraphLoss:
     """Reads `create_custom_loss`."""
-    inputs = tuple(
-        (each["name"].text(), whole_number(each["rank"], 0, 2)) for each in body["inputs"].entries()
-    )
-    return CustomLoss(name=body["name"].text(), inputs=inputs, graph=body["graph"].object())
+    inputs = [each.object() for each in body["inputs"].entries()]
+    return GraphLoss(body["name"].text(), inputs, body["graph"].object())
 
 
 def check_optimizer(config: Value) -> None:
@@ -514,7 +513,6 @@ def sampling_of(body: Value, base: BaseModel, *, substitute: str = "") -> Sampli
             f"{base.max_tokens} tokens together. Send less, or serve it with a larger max_tokens."
         )
     temperature = params["temperature"].temperature()
-    top_k = params["top_k"].integer(-1)
     stop_ids, stop_strings = _stops(params["stop"], base)
     has_logprobs = body["prompt_logprobs"].truth()
     last_n = body["prompt_logprobs_last_n"].integer(1, max(1, num - 1))
@@ -523,13 +521,15 @@ def sampling_of(body: Value, base: BaseModel, *, substitute: str = "") -> Sampli
     return Sampling(
         prompt_ids=prompt_ids,
         num_samples=body["num_samples"].integer(1, MAX_SAMPLES) or 1,
-        max_tokens=max_tokens,
+        params=SamplingParams(
+            max_tokens=max_tokens or base.max_tokens - num,
+            temperature=1.0 if temperature is None else temperature,
+            top_p=params["top_p"].number(1e-6, 1) or 1.0,
+            top_k=max(0, params["top_k"].integer(-1) or 0),
+            stop_ids=stop_ids,
+            stop_strings=stop_strings,
+        ),
         seed=params["seed"].integer(-(2**63), 2**64 - 1),
-        stop_ids=stop_ids,
-        stop_strings=stop_strings,
-        temperature=1.0 if temperature is None else temperature,
-        top_k=top_k or -1,
-        top_p=params["top_p"].number(1e-6, 1) or 1.0,
         has_prompt_logprobs=has_logprobs,
         topk_prompt_logprobs=_top_k(body["topk_prompt_logprobs"], base),
         topk_sample_logprobs=_top_k(body["topk_sample_logprobs"], base),
@@ -569,13 +569,13 @@ def _integers(value: Value) -> list[int]:
     return raw
 
 
-def _stops(value: Value, base: BaseModel) -> tuple[tuple[int, ...] | None, tuple[str, ...]]:
-    """Stop ids (None: the model's own) and stop strings; the model's end stays in force beside
-    strings, and an empty list switches it off."""
+def _stops(value: Value, base: BaseModel) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Stop ids and stop strings. The model's own stop ids stay in force beside strings; an empty
+    list switches them off."""
     if value.raw is None:
-        return None, ()
+        return base.stop_ids, ()
     if isinstance(value.raw, str) or any(isinstance(each.raw, str) for each in value.entries()):
-        return None, value.stops()
+        return base.stop_ids, value.stops()
     ids = _integers(value)
     _check_ids(np.array(ids, np.int64), value.where, base)
     return tuple(ids), ()

@@ -20,6 +20,7 @@ from lockstep.launch.place import handling_interrupts
 from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.critic import ValueModel
 from lockstep.models.decoder import Decoder
+from lockstep.models.peft_io import check_policy, load_policy, save_policy
 from lockstep.models.sharding import local_part
 from lockstep.models.tensor_file import read_header, write_tensors
 from lockstep.store.files import write_json
@@ -54,8 +55,8 @@ micro-batch forward and backward and collects its gradients."""
 
 
 class Learner:
-    """Base of `Trainer` (the policy) and `Critic`: gradients add up call by call, and `optim_step`
-    applies them.
+    """Base of `Trainer` (the policy), `Critic` and `TinkerLearner`: gradients add up call by call,
+    and `optim_step` applies them.
 
     Parameters are updated in place, so an engine in this process can run the same ones.
     """
@@ -64,8 +65,14 @@ class Learner:
     """First part of the metric names."""
     setting: ClassVar[str]
     """Name of the settings, for errors."""
+    model_folder: ClassVar[str] = ""
+    """Folder of a checkpoint with the model; empty: the checkpoint's own."""
+    state_folder: ClassVar[str] = ""
+    """Folder with the optimizer's state and the counters; empty: the checkpoint's own."""
     state_file: ClassVar[str]
-    """JSON file of a checkpoint with the counters."""
+    """JSON file with the counters."""
+    why_untrained: ClassVar[str] = "none sampled, or all rejected"
+    """Possible reasons why no token was trained, for errors."""
 
     def __init__(
         self,
@@ -134,13 +141,22 @@ class Learner:
         lr = self.config.lr * lr_share(
             self.num_updates, self.config, total_updates=self.total_updates
         )
+        norm = self._update(lr=lr, clip=self.config.grad_clip)
+        skipped = float(bool(self.last_skip))
+        metrics = {"grad_norm": norm, "lr": lr, "skipped_updates": skipped}
+        named = {f"{self.role}/{name}": value for name, value in metrics.items()}
+        return named | self.loss_scale.to_metrics(self.role)
+
+    def _update(self, *, lr: float, clip: float) -> float:
+        """Makes or skips an update. Returns the norm of its gradients, NaN if a loss was not
+        finite."""
         reason, norm = self._bad_loss, float("nan")
         if not reason:
             norm = self._gradient_norm()
             while not np.isfinite(norm) and self.loss_scale.lower():
                 norm = self._gradient_norm_again()
             if not self._num_kept:
-                reason = "no token was trained since the last update: none sampled, or all rejected"
+                reason = f"no token was trained since the last update: {self.why_untrained}"
             elif not np.isfinite(norm):
                 reason = self._name_bad_gradients()
         self.last_skip = reason
@@ -150,7 +166,6 @@ class Learner:
             if reason:
                 self.num_skipped += 1
             else:
-                clip = self.config.grad_clip
                 share = clip / norm if 0 < clip < norm else 1.0
                 self.optimizer.step(lr=lr, gradient_scale=share / self.loss_scale.value)
                 if isinstance(self._expert_load, Tensor):
@@ -159,9 +174,7 @@ class Learner:
                 self.loss_scale.made_update()
             self.num_updates += 1
             self._drop_gradients()
-        metrics = {"grad_norm": norm, "lr": lr, "skipped_updates": float(bool(reason))}
-        named = {f"{self.role}/{name}": value for name, value in metrics.items()}
-        return named | self.loss_scale.to_metrics(self.role)
+        return norm
 
     def _run_backward(self, loss: Tensor | None, outputs: Tensor) -> None:
         """Backward of a micro-batch's loss. None: no loss; then its gradients of 0 are still made,
@@ -226,24 +239,29 @@ class Learner:
 
     # -- checkpoints ----------------------------------------------------------------------------
 
-    def save(self, directory: str | Path) -> None:
+    def save(self, directory: str | Path, *, weights_only: bool = False) -> None:
         """Writes the model in Hugging Face's form (an adapter alone in PEFT's), the optimizer and
-        the counters into `directory`.
+        the counters into `directory`. weights_only: the model alone.
 
         The files are the same for any number of ranks; rank 0 writes them. `CheckpointStore` makes
         the write atomic and checks it on reading.
         """
         directory = Path(directory)
+        place = directory / self.state_folder
         if self.is_writer:
             directory.mkdir(parents=True, exist_ok=True)
         self._save_model(directory)
+        if weights_only:
+            return
+        if self.is_writer:
+            place.mkdir(exist_ok=True)  # after the model, which replaces its folder
         tensors = self.optimizer.state_tensors()
-        write_tensors(directory / OPTIMIZER, tensors, is_writer=self.is_writer)
+        write_tensors(place / OPTIMIZER, tensors, is_writer=self.is_writer)
         if not self.is_writer:
             return
         counters = {"num_updates": self.num_updates, "num_skipped": self.num_skipped}
         state = {**counters, "version": self.version, **self.loss_scale.state()}
-        write_json(directory / self.state_file, state)
+        write_json(place / self.state_file, state)
 
     def load(self, directory: str | Path, *, weights_only: bool = False) -> None:
         """Continues from a `save`: the next update gives the same bits as without a stop.
@@ -252,12 +270,13 @@ class Learner:
         CheckpointError listing everything that does not fit this model, before anything is changed.
         """
         directory = Path(directory)
+        place = directory / self.state_folder
         self._check_saved(directory)
         counters: Mapping[str, Any] = {"num_updates": 0, "num_skipped": 0}
         if not weights_only:
-            counters = read_json(directory / self.state_file, CheckpointError)
-            tensors = read_header(directory / OPTIMIZER)
-            self.optimizer.load_state_tensors(tensors, where=str(directory / OPTIMIZER))
+            counters = read_json(place / self.state_file, CheckpointError)
+            tensors = read_header(place / OPTIMIZER)
+            self.optimizer.load_state_tensors(tensors, where=str(place / OPTIMIZER))
         self._load_model(directory)
         self.optimizer.read_parameters()
         if weights_only:
@@ -268,13 +287,16 @@ class Learner:
         self._drop_gradients()
 
     def _save_model(self, directory: Path) -> None:
-        raise NotImplementedError
+        place = directory / self.model_folder
+        save_policy(self.decoder, place, like=self.like, is_writer=self.is_writer)
 
     def _check_saved(self, directory: Path) -> None:
-        raise NotImplementedError
+        check_policy(self.decoder, directory / self.model_folder, like=self.like)
+        if self.decoder.lora is None:
+            check_same_shapes(directory / self.model_folder, self.decoder.config)
 
     def _load_model(self, directory: Path) -> None:
-        raise NotImplementedError
+        load_policy(self.decoder, directory / self.model_folder)
 
     # -- the cause of a bad gradient ------------------------------------------------------------
 
@@ -292,6 +314,8 @@ class Learner:
             for row, sample in enumerate(samples):
                 if len(bad) < MAX_NAMED_ROWS and self._has_bad_gradient(sample, backward):
                     bad.append(f"{sample.id} (row {row})")
+        if not self._passes:
+            return found
         if not bad:
             return f"{found}, but each row's own is: their sum is too large for float32"
         return f"{found}; it comes from {', '.join(bad)}"

@@ -29,7 +29,7 @@ from lockstep.models import sequence_parallel
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import adapter_parameters, adapter_replaced, adapter_scaled
 from lockstep.models.moe import Routing
-from lockstep.models.peft_io import check_policy, load_policy, save_policy
+from lockstep.models.peft_io import load_policy, save_policy
 from lockstep.models.sharding import local_part, reshard
 from lockstep.objectives.config import Aggregate, ObjectiveConfig
 from lockstep.objectives.distillation import vocabulary_kl
@@ -52,7 +52,7 @@ from lockstep.training.correcting import (
 )
 from lockstep.training.distill_config import DistillConfig
 from lockstep.training.expert_load import count_rows, router_aux_loss
-from lockstep.training.learner import MAX_NAMED_ROWS, Learner, Metrics, check_same_shapes
+from lockstep.training.learner import MAX_NAMED_ROWS, Learner, Metrics
 from lockstep.training.packing import PackedBatch, split_updates, unpack_rows
 from lockstep.training.replay import COLUMN, keep_routes, routes_to_replay, routing_of
 from lockstep.training.totals import Totals, merge_metrics
@@ -97,7 +97,7 @@ class Distillation:
 class Trainer(Learner):
     """One policy in training. Needs no run: any code that has `Sample`s can call its verbs."""
 
-    role, setting, state_file = "train", "trainer", "trainer.json"
+    role, setting, model_folder, state_file = "train", "trainer", POLICY, "trainer.json"
 
     def __init__(
         self,
@@ -628,17 +628,6 @@ class Trainer(Learner):
     def save_policy(self, directory: Path) -> None:
         """Writes the trained weights alone: see `peft_io.save_policy`."""
         save_policy(self.model, directory, like=self.like, is_writer=self.is_writer)
-
-    def _save_model(self, directory: Path) -> None:
-        self.save_policy(directory / POLICY)
-
-    def _check_saved(self, directory: Path) -> None:
-        check_policy(self.model, directory / POLICY, like=self.like)
-        if self.model.lora is None:
-            check_same_shapes(directory / POLICY, self.model.config)
-
-    def _load_model(self, directory: Path) -> None:
-        load_policy(self.model, directory / POLICY)
 
 
 def _weighed(out: TokenLoss, tokens: TokenBatch) -> Tensor:

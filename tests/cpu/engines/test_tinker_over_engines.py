@@ -21,6 +21,7 @@ from lockstep.tinker.embedded import EmbeddedBackend
 from lockstep.tinker.requests import Sampling, TinkerError
 from lockstep.tinker_server import open_base
 from lockstep.training.config import TrainerConfig
+from lockstep.types import SamplingParams
 
 MODEL = "tiny-qwen3"
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -81,10 +82,8 @@ async def backend_over(server, place, *settings):
 
 
 def sampling(num=1, **settings):
-    return Sampling(
-        prompt_ids=np.array(PROMPT, np.int32), num_samples=num, max_tokens=12, stop_ids=(),
-        **settings,
-    )  # fmt: skip
+    prompt_ids, params = np.array(PROMPT, np.int32), SamplingParams(max_tokens=12)
+    return Sampling(prompt_ids=prompt_ids, num_samples=num, params=params, **settings)
 
 
 async def draw(backend, name, seed=0, **settings):

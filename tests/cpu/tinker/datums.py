@@ -75,10 +75,8 @@ def weighted_datum(length=9, *, seed=0, width=None):
 
 
 def call(learner, data, loss="cross_entropy", *, forward_only=False, custom=None, **config):
-    return learner.forward_backward(
-        ForwardBackward(data=tuple(data), loss=loss, config=config, is_forward_only=forward_only),
-        custom=custom,
-    )
+    asked = {"data": tuple(data), "loss": loss, "config": config, "custom": custom}
+    return learner.forward_backward(ForwardBackward(**asked, is_forward_only=forward_only))
 
 
 def gradients(learner):
@@ -86,7 +84,7 @@ def gradients(learner):
 
 
 def step(learner, **settings):
-    return learner.optim_step(OptimStep(**({"learning_rate": 1e-2} | settings)))
+    return learner.apply(OptimStep(**({"learning_rate": 1e-2} | settings)))
 
 
 def parameters(learner):

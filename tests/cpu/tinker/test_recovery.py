@@ -145,7 +145,11 @@ def test_a_failed_request_is_not_repeated(restarted):
 def test_uploaded_losses_and_endings_survive(restarted):
     wire = Wire(restarted.served)
     model, gone = wire.model(0), wire.model(1)
-    graph = {"format": 1, "nodes": [{"op": "output", "target": "output"}]}
+    place = {"op": "placeholder", "name": "logprobs", "target": "logprobs"}
+    total = {"op": "call_method", "name": "s", "target": "sum", "args": [{"ref": "logprobs"}]}
+    output = {"op": "output", "name": "output", "target": "output"}
+    output["args"] = [{"tuple": [{"ref": "s"}, {"dict": {}}]}]
+    graph = {"format": 1, "nodes": [place, total, output]}
     inputs = [{"name": "logprobs", "rank": 1}]
     body = {"session_id": wire.session, "custom_loss_seq_id": 0, "name": "a", "inputs": inputs}
     loss = wire.post("create_custom_loss", **body, graph=graph)

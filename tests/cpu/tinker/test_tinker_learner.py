@@ -20,14 +20,18 @@ from datums import (
 
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
+from lockstep.errors import CheckpointError
 from lockstep.models.lora_config import lora_sites
 from lockstep.ops.context import PackedContext
 from lockstep.ops.invariant import InvariantOps
+from lockstep.tinker.graph import GraphLoss
 from lockstep.tinker.learner import adapter_config
 from lockstep.tinker.requests import Datum, ModelSpec, TinkerError
 from lockstep.types import Request, SamplingParams
 
 KINDS = ("qwen3", "gpt_oss")
+LOGPROBS, LAST = {"ref": "logprobs"}, object()
+"""Arguments of a node: the input of a custom loss, and the node before."""
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -67,6 +71,21 @@ def sampled_datum(prompt, ids, logprobs):
             "advantages": np.concatenate([blank, np.ones(len(ids), np.float32)]),
         },
     )
+
+
+def custom_loss(*calls):
+    """A loss of (function, arguments) one after another."""
+    place = {"op": "placeholder", "name": "logprobs", "target": "logprobs"}
+    nodes, last = [place], LOGPROBS
+    for number, (target, *args) in enumerate(calls):
+        filled = [last if arg is LAST else arg for arg in args]
+        nodes.append(
+            {"op": "call_function", "name": f"n{number}", "target": target, "args": filled}
+        )
+        last = {"ref": f"n{number}"}
+    output = {"op": "output", "name": "output", "target": "output"}
+    nodes.append(output | {"args": [{"tuple": [last, {"dict": {}}]}]})
+    return GraphLoss("test", [{"name": "logprobs", "rank": 1}], {"format": 1, "nodes": nodes})
 
 
 def prompts(count=3, length=11):
@@ -177,9 +196,9 @@ def test_a_forward_alone_leaves_no_gradient(tmp_path):
     call(learner, [policy_datum()], "ppo", forward_only=True)
     assert not gradients(learner)
     assert step(learner) == {"skipped:sum": 1.0, "grad_norm:mean": 0.0}
-    assert "no token has had a weight or an advantage" in learner.last_skip
+    assert "none had a weight or an advantage" in learner.last_skip
     assert all(torch.equal(p, before[n]) for n, p in parameters(learner).items())
-    assert (learner.num_updates, learner.num_skipped) == (0, 1)
+    assert (learner.version, learner.num_skipped) == (0, 1)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5, 1e6])
@@ -219,11 +238,7 @@ def test_a_gradient_that_is_not_finite_makes_no_update_and_the_next_one_works(tm
     step(learner)
     before = parameters(learner)
     if loss == "custom":
-
-        def infinite(logprobs, inputs, index):
-            return (logprobs * float("inf")).sum(), {}
-
-        infinite.check = lambda *_: None
+        infinite = custom_loss(("torch.mul", LOGPROBS, {"float": "inf"}), ("torch.sum", LAST))
         call(learner, [make_datum()], "custom", custom=infinite)
         reason = "the gradient is not finite"
     else:
@@ -242,23 +257,17 @@ def test_a_gradient_that_is_not_finite_makes_no_update_and_the_next_one_works(tm
     assert all(torch.equal(p, before[n]) for n, p in parameters(learner).items())
     call(learner, [weighted_datum()])
     assert step(learner)["skipped:sum"] == 0.0
-    assert learner.last_skip == "" and (learner.num_updates, learner.num_skipped) == (2, 1)
+    assert learner.last_skip == "" and (learner.version, learner.num_skipped) == (2, 1)
 
 
 def test_a_call_that_fails_half_way_makes_no_update(tmp_path):
     learner = make_learner(tmp_path)
     call(learner, [weighted_datum()])
-
-    def failing(logprobs, inputs, index):
-        if index:
-            raise TinkerError("no")
-        return logprobs.sum(), {}
-
-    failing.check = lambda *_: None
-    with pytest.raises(TinkerError, match="no"):
-        call(learner, [make_datum(), make_datum()], "custom", custom=failing)
+    failing = custom_loss(("torch.reshape", LOGPROBS, [3, 3]), ("torch.sum", LAST))
+    with pytest.raises(TinkerError, match=r"\b1\b"):
+        call(learner, [make_datum(9), make_datum(8)], "custom", custom=failing)
     assert step(learner)["skipped:sum"] == 1.0
-    assert "failed before it had ended (no)" in learner.last_skip
+    assert "failed before it had ended (custom loss" in learner.last_skip
 
 
 @pytest.mark.parametrize("rank", [4, 0])
@@ -271,12 +280,12 @@ def test_a_loaded_model_continues_to_the_same_bits(tmp_path, kind, dtype, rank):
 
     straight = make_learner(tmp_path / "base", kind, dtype=dtype, rank=rank)
     train(straight, range(2))
-    straight.save(tmp_path / "saved", with_optimizer=True)
+    straight.save(tmp_path / "saved")
     other = make_learner(tmp_path / "base", kind, dtype=dtype, rank=rank, seed=0)
     train(other, range(5, 6))
     call(other, [weighted_datum()])  # not applied: dropped by load
-    other.load(tmp_path / "saved", with_optimizer=True)
-    assert (other.num_updates, other.num_skipped) == (2, 0)
+    other.load(tmp_path / "saved")
+    assert (other.version, other.num_skipped) == (2, 0)
     for learner in (straight, other):
         train(learner, range(2, 4))
     for name, value in parameters(other).items():
@@ -287,26 +296,24 @@ def test_weights_alone_begin_a_new_optimizer_and_say_so_if_more_is_asked(tmp_pat
     learner = make_learner(tmp_path / "base")
     call(learner, [weighted_datum()])
     step(learner)
-    learner.save(tmp_path / "saved", with_optimizer=False)
+    learner.save(tmp_path / "saved", weights_only=True)
     assert not (tmp_path / "saved" / "training").exists()
     other = make_learner(tmp_path / "base")
-    other.load(tmp_path / "saved", with_optimizer=False)
+    other.load(tmp_path / "saved", weights_only=True)
     for name, value in parameters(other).items():
         assert torch.equal(value, learner.optimizer.parameters[name]), name
-    assert other.num_updates == 0 and not {
-        t.name: t.view() for t in other.optimizer.state_tensors()
-    }
-    with pytest.raises(TinkerError, match="optimizer"):
-        other.load(tmp_path / "saved", with_optimizer=True)
+    assert other.version == 0 and not {t.name: t.view() for t in other.optimizer.state_tensors()}
+    with pytest.raises(CheckpointError, match="training"):
+        other.load(tmp_path / "saved")
 
 
 def test_a_checkpoint_of_another_shape_is_refused_and_changes_nothing(tmp_path):
     learner = make_learner(tmp_path / "base", rank=4)
-    learner.save(tmp_path / "saved", with_optimizer=True)
+    learner.save(tmp_path / "saved")
     other = make_learner(tmp_path / "base", rank=2)
     before = parameters(other)
-    with pytest.raises(TinkerError, match=r"rank 4,.*rank 2,"):
-        other.load(tmp_path / "saved", with_optimizer=True)
+    with pytest.raises(CheckpointError, match=r"rank 4,.*rank 2,"):
+        other.load(tmp_path / "saved")
     assert all(torch.equal(p, before[n]) for n, p in parameters(other).items())
 
 

@@ -8,7 +8,7 @@ import torch
 from datums import make_datum, policy_datum
 
 from lockstep.objectives.losses import TokenBatch
-from lockstep.tinker.losses import LOSSES, Sums, check_datum, loss_of, sum_loss
+from lockstep.tinker.losses import LOSSES, Sums, loss_of
 from lockstep.tinker.requests import TinkerError
 
 ROWS = (5, 8)
@@ -45,7 +45,7 @@ def run(name, logprobs, columns, **config):
         row=torch.tensor([0] * ROWS[0] + [1] * ROWS[1]),
         num_rows=2,
     )
-    return sum_loss(loss_of(name, config), tokens, totals), totals.to_metrics()
+    return loss_of(name, config).summed(tokens, {}, totals), totals.to_metrics()
 
 
 def loop(name, logprobs, at, columns, low=None, high=None, beta=0.05):
@@ -187,6 +187,6 @@ def test_a_datum_that_does_not_fit_is_refused_with_its_number_and_field(case):
     inputs = {k: v for k, v in {**datum.inputs, name: values}.items() if v is not None}
     wrong = make_datum() if not inputs else type(datum)(token_ids=datum.token_ids, inputs=inputs)
     with pytest.raises(TinkerError, match=sentence) as raised:
-        check_datum(3, wrong, LOSSES["ppo"], "ppo")
+        loss_of("ppo", {}).check(3, wrong)
     assert raised.value.status == 422
     assert f"datum 3, loss_fn_inputs['{name}']" in str(raised.value)

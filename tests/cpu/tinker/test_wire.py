@@ -265,11 +265,17 @@ def sample_body(**changes):
 def test_a_request_for_samples_is_read_as_it_was_sent():
     asked = sampling_of(sample_body(params={"stop": ["a", "b"], "seed": 5}), BASE)
     assert asked.prompt_ids.tolist() == [1, 2, 3] and asked.num_samples == 2 and asked.seed == 5
-    assert asked.stop_strings == ("a", "b") and asked.stop_ids is None and asked.top_k == -1
-    assert sampling_of(sample_body(params={"stop": []}), BASE).stop_ids == ()
-    assert sampling_of(sample_body(params={"stop": [7]}), BASE).stop_ids == (7,)
-    assert sampling_of(sample_body(params={"stop": "a"}), BASE).stop_strings == ("a",)
-    assert sampling_of(sample_body(params={"temperature": 0}), BASE).temperature == 0
+    params = asked.params
+    assert params.stop_strings == ("a", "b") and params.stop_ids == BASE.stop_ids
+    assert params.top_k == 0
+
+    def params_of(**params):
+        return sampling_of(sample_body(params=params), BASE).params
+
+    assert params_of(stop=[]).stop_ids == ()
+    assert params_of(stop=[7]).stop_ids == (7,)
+    assert params_of(stop="a").stop_strings == ("a",)
+    assert params_of(temperature=0).temperature == 0
 
 
 def targets(**changes):

@@ -68,11 +68,6 @@ class Unigrams:
     async def unload_model(self, model_id):
         self.models.pop(model_id, None)
 
-    def check_loss(self, loss):
-        for node in loss.graph["nodes"]:
-            if node["target"] == "torch.sin":
-                raise TinkerError(f"{node['target']} is not allowed.", status=422)
-
     async def forward_backward(self, model_id, request):
         await asyncio.sleep(self.seconds)
         model, loss, gradient = self.models[model_id], 0.0, np.zeros(VOCAB, np.float32)
@@ -96,7 +91,7 @@ class Unigrams:
         self.executed.append(("forward" if request.is_forward_only else "backward", number))
         metrics = {"loss:sum": loss}
         if request.custom is not None:
-            metrics["custom:sum"] = float(len(request.custom.graph["nodes"]))
+            metrics["custom:sum"] = float(len(request.custom.ranks))
         return ForwardBackwardResult(outputs=tuple(outputs), metrics=metrics)
 
     async def optim_step(self, model_id, request):
@@ -141,7 +136,7 @@ class Unigrams:
         await asyncio.sleep(self.seconds)
         assert len(seeds) == len(sequence_ids) == request.num_samples
         logits, version = self.samplers[sampler_id]
-        scaled = log_softmax(logits / np.float32(request.temperature))
+        scaled = log_softmax(logits / np.float32(request.params.temperature))
         sequences = tuple(_draw(scaled, version, request, seed) for seed in seeds)
         self.executed.append(("sample", sampler_id))
         result = SamplingResult(sequences=sequences)
@@ -170,12 +165,10 @@ class Unigrams:
 
 def _draw(logprobs, version, request, seed):
     rng, ids, reason = np.random.default_rng(seed), [], "length"
-    stops = BASE.stop_ids if request.stop_ids is None else request.stop_ids
-    room = BASE.max_tokens - len(request.prompt_ids)
-    for _ in range(min(request.max_tokens or room, room)):
+    for _ in range(request.params.max_tokens):
         probs = np.exp(logprobs.astype(np.float64))
         ids.append(int(rng.choice(VOCAB, p=probs / probs.sum())))
-        if ids[-1] in stops:
+        if ids[-1] in request.params.stop_ids:
             reason = "stop"
             break
     ids = np.array(ids, np.int32)
