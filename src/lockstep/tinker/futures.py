@@ -9,7 +9,7 @@ import logging
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.agent.gateway.exchange import Refusal
@@ -41,7 +41,8 @@ class Reply:
 class Done:
     """Outcome of a request that was executed."""
 
-    payload: bytes
+    payload: bytes | dict[str, Any]
+    """A message as it is sent, or the object of a JSON answer."""
     records: tuple[Record, ...] = ()
     """Written together with the result."""
     keeps_body: bool = False
@@ -64,21 +65,33 @@ class Futures:
         self._settled: dict[str, asyncio.Event] = {}
         """Request or target -> set when it, or another one of it, is settled."""
 
-    def earlier(self, target: str, seq_id: int, digest: bytes) -> str | None:
-        """The id of the request that came before under this number; None if there is none. Raises
-        TinkerError for another payload, and repeats an earlier refusal."""
-        known = self._journal.find(target, seq_id)
+    def accept(
+        self,
+        request: Accepted,
+        read: Callable[[], Any],
+        start: Callable[[Accepted], object],
+    ) -> dict[str, Any]:
+        """Accepts a request, unless it came before: a client may send it several times. Returns the
+        beginning of the answer.
+
+        read: its body as a value, raises Refusal. start: called with the request that the journal
+        has. Raises TinkerError if another payload came under this number, and repeats an earlier
+        refusal.
+        """
+        known = self._journal.find(request.target, request.seq_id)
         if known is None:
-            return None
-        if known.digest != digest:
+            accepted = replace(request, value=read())
+            self._journal.add(accepted)
+            start(accepted)
+        elif known.digest != request.digest:
             raise invalid(
-                f"seq_id={seq_id} of {target} was used before with another payload"
+                f"seq_id={known.seq_id} of {known.target} was used before with another payload"
                 + (f" ({known.result.decode()})" if known.state == "refused" else "")
                 + ". Count by one for each request; a repeated one must be the same."
             )
-        if known.state == "refused":
+        elif known.state == "refused":
             raise TinkerError(known.result.decode(), status=int(known.category))
-        return known.id
+        return {"request_id": request.id}
 
     async def settle(self, request: Accepted, outcome: Done | BaseException) -> None:
         """Writes an outcome, and wakes the clients that wait for it. While the disk is full, it
@@ -105,7 +118,9 @@ class Futures:
                         self._journal.put(record)
                     if outcome.write is not None:
                         outcome.write()
-                    self._journal.finish(request, outcome.payload, keeps_body=outcome.keeps_body)
+                    payload = outcome.payload
+                    result = payload if isinstance(payload, bytes) else as_json(payload)
+                    self._journal.finish(request, result, keeps_body=outcome.keeps_body)
                 case Refusal():
                     category = "user" if outcome.status < 500 else "server"
                     self._journal.fail(request, str(outcome), category)

@@ -14,7 +14,7 @@ from lockstep.agent.gateway.reading import Value
 from lockstep.agent.tasks import derive_seed
 from lockstep.tinker import wire
 from lockstep.tinker.checkpoints import check_ttl, path_of
-from lockstep.tinker.futures import Done, as_json
+from lockstep.tinker.futures import Done
 from lockstep.tinker.graph import GraphLoss
 from lockstep.tinker.journal import Accepted, Checkpoint, Trained, UploadedLoss, digest_of
 from lockstep.tinker.requests import ModelSpec, TinkerError, invalid, not_found
@@ -189,22 +189,20 @@ class Models:
     def _submit(
         self, run: TinkerRun, kind: str, seq_id: int, raw: bytes, body: Any
     ) -> dict[str, Any]:
-        """Accepts a request of a model once. raw: the form of `body` that is kept. A refusal uses
-        up the seq_id, as the client goes on with the next."""
+        """Accepts a request of a model. raw: the form of `body` that is kept. A refusal uses up the
+        seq_id, as the client goes on with the next."""
         digest = digest_of(kind, _without_retry(kind, raw))
-        request_id = self._futures.earlier(run.record.id, seq_id, digest)
-        if request_id is None:
+        request = Accepted(run.record.session, run.record.id, seq_id, kind, raw, digest=digest)
+
+        def read() -> Any:
             run.check_ahead(seq_id)
-            request = Accepted(run.record.session, run.record.id, seq_id, kind, raw, digest=digest)
             try:
-                request = replace(request, value=self._checked(run, kind, body, is_new=True))
+                return self._checked(run, kind, body, is_new=True)
             except Refusal as error:
                 self._refuse(run, request, error)
                 raise
-            self._journal.add(request)
-            run.submit(request)
-            request_id = request.id
-        return {"request_id": request_id, "model_id": run.record.id}
+
+        return self._futures.accept(request, read, run.submit) | {"model_id": run.record.id}
 
     def _refuse(self, run: TinkerRun, request: Accepted, error: Refusal) -> None:
         self._journal.refuse(request, str(error), error.status)
@@ -268,19 +266,17 @@ class Models:
         """Stores a loss, if all of its operations are allowed; its future is done at once."""
         session = self._sessions.live(body["session_id"].text())
         number = wire.whole_number(body["custom_loss_seq_id"])
-        target, raw = f"{session.id}:loss", wire.canonical(body)
-        digest = digest_of("create_custom_loss", raw)
-        if (earlier := self._futures.earlier(target, number, digest)) is not None:
-            return {"request_id": earlier}
-        wire.custom_loss_of(body)
-        loss = UploadedLoss(id=f"{target}:{number}", session=session.id, body=body.object())
+        target, digest = f"{session.id}:loss", digest_of("create_custom_loss", wire.canonical(body))
         request = Accepted(session.id, target, number, "create_custom_loss", digest=digest)
-        payload = as_json({"loss_id": loss.id, "type": "create_custom_loss"})
-        with self._journal.transaction():
-            self._journal.add(request)
+        loss = UploadedLoss(id=f"{target}:{number}", session=session.id, body=body.object())
+
+        def finish(request: Accepted) -> None:
+            payload = {"loss_id": loss.id, "type": "create_custom_loss"}
             self._futures.write(request, Done(payload=payload, records=(loss,)))
-        self._losses[loss.id] = loss
-        return {"request_id": request.id}
+            self._losses[loss.id] = loss
+
+        with self._journal.transaction():
+            return self._futures.accept(request, lambda: wire.custom_loss_of(body), finish)
 
     def _find_loss(self, loss_id: str) -> GraphLoss | None:
         loss = self._losses.get(loss_id)

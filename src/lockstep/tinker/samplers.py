@@ -89,28 +89,22 @@ class Samplers:
     def sample(self, body: Value) -> dict[str, Any]:
         sampler = self.find(body["sampling_session_id"].text())
         self._sessions.live(sampler.session)
-        seq_id, raw = (
-            wire.whole_number(body["seq_id"], 0, wire.MAX_SAMPLE_SEQ_ID),
-            wire.canonical(body),
-        )
-        digest, num_samples = digest_of("sample", raw), body["num_samples"].integer(1) or 1
-        request_id = self._futures.earlier(sampler.id, seq_id, digest)
-        if request_id is None:
+        seq_id = wire.whole_number(body["seq_id"], 0, wire.MAX_SAMPLE_SEQ_ID)
+        raw, num_samples = wire.canonical(body), body["num_samples"].integer(1) or 1
+        digest = digest_of("sample", raw)
+        request = Accepted(sampler.session, sampler.id, seq_id, "sample", raw, digest=digest)
+
+        def read() -> Sampling:
             if len(self._tasks) >= self._config.max_pending_samples:
                 raise TinkerError(
                     f"{len(self._tasks)} requests for samples are waiting "
                     "(tinker.max_pending_samples); ask again in a second.",
                     status=429,
                 )
-            asked = self._read(body, sampler)
-            request = Accepted(
-                sampler.session, sampler.id, seq_id, "sample", raw, value=asked, digest=digest
-            )
-            self._resources.journal.add(request)
-            self.start(request)
-            request_id = request.id
-        names = [f"{request_id}.{at}" for at in range(num_samples)]
-        return {"request_id": request_id, "sample_sequence_ids": names}
+            return self._read(body, sampler)
+
+        names = [f"{request.id}.{at}" for at in range(num_samples)]
+        return self._futures.accept(request, read, self.start) | {"sample_sequence_ids": names}
 
     def _read(self, body: Value, sampler: Sampler) -> Sampling:
         base = self._resources.bases[sampler.base_model]

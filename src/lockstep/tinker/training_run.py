@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.errors import named
 from lockstep.tinker.checkpoints import expiry, path_of, size_of
-from lockstep.tinker.futures import Done, as_json
+from lockstep.tinker.futures import Done
 from lockstep.tinker.journal import Accepted, Checkpoint, Sampler, Trained
 from lockstep.tinker.origins import metrics_of
 from lockstep.tinker.requests import (
@@ -191,7 +191,7 @@ class TinkerRun:
             self._journal.forget_bodies(record.id, self.next_seq_id)
         self._store.remove(self._states())
         if self._unload is not None:
-            payload = as_json({"model_id": record.id, "type": "unload_model"})
+            payload = {"model_id": record.id, "type": "unload_model"}
             await self._settle(self._unload, Done(payload=payload))
 
     # -- requests ---------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class TinkerRun:
         await self._backend.create_model(self.record.id, self.spec)
         self.record.is_made = True
         payload = {"model_id": self.record.id, "type": "create_model"}
-        return Done(payload=as_json(payload), records=(self.record,))
+        return Done(payload=payload, records=(self.record,))
 
     async def _do_load_weights(self, request: Accepted) -> Done:
         """Makes the checkpoint the model's state, so that a restart needs it no more."""
@@ -214,7 +214,7 @@ class TinkerRun:
         record.is_made, record.has_optimizer = True, body["optimizer"]
         record.state_seq_id, record.num_updates = request.seq_id, checkpoint.num_updates
         payload = {"path": body["path"], "model_id": record.id, "type": "load_weights"}
-        return Done(payload=as_json(payload), records=(record,))
+        return Done(payload=payload, records=(record,))
 
     async def _do_forward_backward(self, request: Accepted) -> Done:
         asked: ForwardBackward = self._read(request)
@@ -237,7 +237,7 @@ class TinkerRun:
             if self._work_seconds >= self._config.state_seconds:
                 await self._save_state(request.seq_id)
 
-        payload = as_json({"type": "optim_step", "metrics": metrics})
+        payload = {"type": "optim_step", "metrics": metrics}
         return Done(payload=payload, records=(self.record,), keeps_body=True, then=record_and_save)
 
     async def _do_save_weights(self, request: Accepted) -> Done:
@@ -274,7 +274,7 @@ class TinkerRun:
         self._samplers.add(sampler)
         payload = {"type": "save_weights_for_sampler", "sampling_session_id": sampler.id}
         return Done(
-            payload=as_json(payload),
+            payload=payload,
             records=tuple(followers),
             then=lambda: self._samplers.reload(followers, replaced),
         )
@@ -296,8 +296,7 @@ class TinkerRun:
             metadata=body.get("user_metadata"),
         )
         self._store.add(checkpoint)
-        payload = as_json({"type": request.kind, "path": path})
-        return Done(payload=payload, records=(checkpoint,))
+        return Done(payload={"type": request.kind, "path": path}, records=(checkpoint,))
 
     async def _write(self, place: Path, *, with_optimizer: bool) -> None:
         async def write(directory: Path) -> None:

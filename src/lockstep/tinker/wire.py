@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from lockstep.agent.gateway.reading import Value
 from lockstep.errors import MissingExtraError
 from lockstep.tinker.graph import GraphLoss
+from lockstep.tinker.losses import LOSSES
 from lockstep.tinker.requests import (
     BaseModel,
     Datum,
@@ -61,7 +62,6 @@ MAX_SAMPLE_SEQ_ID = 2**63 - 1
 NO_LOGPROB = -99999.0
 """Log-prob, with the id 0, of an entry of a top-k list that is not there."""
 
-LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "custom")
 UNPUBLISHED = "stable_reinforce"
 FLOAT_INPUTS = ("weights", "logprobs", "advantages", "clip_low_threshold", "clip_high_threshold")
 """Inputs of losses that are float32, one per target."""
@@ -183,8 +183,9 @@ def check_loss(name: str) -> None:
             "Use loss_fn='importance_sampling' (in tinker-cookbook: loss_fn=importance_sampling), "
             "or start the server with tinker.stable_reinforce=importance_sampling."
         )
-    if name not in LOSSES:
-        raise invalid(f"loss_fn={name[:80]!r} is not known; expected one of {', '.join(LOSSES)}.")
+    known = (*LOSSES, "custom")
+    if name not in known:
+        raise invalid(f"loss_fn={name[:80]!r} is not known; expected one of {', '.join(known)}.")
 
 
 # -- reading: data --------------------------------------------------------------------------------
@@ -427,24 +428,35 @@ def metadata_of(value: Value) -> dict[str, str]:
     return found
 
 
+Fields = Mapping[str, Callable[[Value], Any]]
+"""Name of a field -> reads its value; None if it is left out."""
+
+_LORA: Fields = {
+    "rank": lambda value: whole_number(value, 0, 65536),  # 0 trains the whole model
+    "seed": lambda value: value.integer(-(2**63), 2**63 - 1),
+    **dict.fromkeys(("train_unembed", "train_mlp", "train_attn"), lambda value: value.truth(True)),
+}
+_ADAM: Fields = {
+    **dict.fromkeys(("learning_rate", "eps", "weight_decay"), lambda value: value.number(0, 1e30)),
+    **dict.fromkeys(("beta1", "beta2"), lambda value: value.number(0, 1 - 1e-9)),
+    "grad_clip_norm": lambda value: value.number(-1e30, 1e30),
+}
+
+
+def fields_of(body: Value, fields: Fields) -> dict[str, Any]:
+    """The given fields of a body, by name. Raises TinkerError (422) for an unknown one."""
+    check_known(body, *fields)
+    found = {name: read(body[name]) for name, read in fields.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def model_spec_of(body: Value) -> ModelSpec:
     """Reads `create_model`."""
     names = ("session_id", "model_seq_id", "base_model", "lora_config", "optimizer_config")
     check_known(body, *names, "user_metadata")
     check_optimizer(body["optimizer_config"])
-    lora = body["lora_config"]
-    check_known(lora, "rank", "seed", "train_unembed", "train_mlp", "train_attn")
-    rank = lora["rank"].integer(0, 65536)
-    if rank is None:
-        raise lora["rank"].wrong("the rank of the adapter (0 trains the whole model)")
-    return ModelSpec(
-        base_model=body["base_model"].text(),
-        rank=rank,
-        seed=lora["seed"].integer(-(2**63), 2**63 - 1),
-        train_unembed=lora["train_unembed"].truth(True),
-        train_mlp=lora["train_mlp"].truth(True),
-        train_attn=lora["train_attn"].truth(True),
-    )
+    lora = fields_of(body["lora_config"], _LORA)
+    return ModelSpec(base_model=body["base_model"].text(), **lora)
 
 
 def custom_loss_of(body: Value) -> GraphLoss:
@@ -465,15 +477,8 @@ def optim_step_of(body: Value) -> OptimStep:
     params = body["adam_params"]
     if params.raw is None:
         raise params.wrong("an object with learning_rate, beta1, beta2, eps, weight_decay")
-    names = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
-    check_known(params, *names)
-    bounds = {"beta1": (0, 1 - 1e-9), "beta2": (0, 1 - 1e-9), "grad_clip_norm": (-1e30, 1e30)}
-    given = {
-        name: number
-        for name in names
-        if (number := params[name].number(*bounds.get(name, (0, 1e30)))) is not None
-    }
-    if nulls := [name for name in names if params.object().get(name, 0) is None]:
+    given = fields_of(params, _ADAM)
+    if nulls := [name for name in _ADAM if params.object().get(name, 0) is None]:
         text = "must be a finite number, found null: NaN or infinity at the client."
         raise params[nulls[0]].refusal(text)
     if "learning_rate" not in given:
@@ -485,7 +490,7 @@ def optim_step_of(body: Value) -> OptimStep:
 _SAMPLE_FIELDS = (
     *("sampling_session_id", "seq_id", "num_samples", "prompt", "sampling_params"),
     *("prompt_logprobs", "topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"),
-    *("target_prompt_logprobs", "prompt_logprobs_last_n"),
+    *("target_prompt_logprobs", "prompt_logprobs_last_n", "record_stability_info"),
 )
 
 
@@ -501,7 +506,7 @@ def sampling_of(body: Value, base: BaseModel, *, substitute: str = "") -> Sampli
             "Use loss_fn='importance_sampling' and leave record_stability_info out, or start the "
             "server with tinker.stable_reinforce=importance_sampling."
         )
-    check_known(body, *_SAMPLE_FIELDS, "record_stability_info")
+    check_known(body, *_SAMPLE_FIELDS)
     prompt_ids = _prompt_ids(body["prompt"], base)
     num, params = len(prompt_ids), body["sampling_params"]
     check_known(params, "max_tokens", "seed", "stop", "temperature", "top_k", "top_p")

@@ -30,6 +30,7 @@ from lockstep.tinker.wire import (
     write_forward_backward,
     write_sampling,
 )
+from lockstep.types import SamplingParams
 
 BASE = BaseModel(name="org/tiny", architecture="tiny", vocab_size=100, max_tokens=32, stop_ids=(0,))
 
@@ -395,6 +396,7 @@ def test_the_client_reads_the_samples_that_were_written():
     asked = Sampling(
         prompt_ids=np.array([1, 2, 3], np.int32),
         num_samples=1,
+        params=SamplingParams(max_tokens=1),
         target_ids=targets_of,
         has_sparse_targets=True,
     )
@@ -425,7 +427,8 @@ def test_what_is_not_there_is_read_as_nothing():
     )
     targets = np.array([[4, -1], [-1, 5]])
     prompt_ids = np.array([1, 2, 3], np.int32)
-    asked = Sampling(prompt_ids=prompt_ids, num_samples=1, target_ids=targets)
+    params = SamplingParams(max_tokens=1)
+    asked = Sampling(prompt_ids=prompt_ids, num_samples=1, params=params, target_ids=targets)
     result = SamplingResult(
         sequences=(),
         prompt_logprobs=np.array([nan, nan, -2], np.float32),
