@@ -19,20 +19,19 @@ PACKAGE = ROOT / "src" / "lockstep"
 
 CEILINGS = {
     "nouns: types, errors, config": 1_842,
-    "tinker": 4_365,
-    "run": 5_230,
+    "tinker": 4_203,
+    "run": 5_231,
     "renderers": 3_333,
     "models and ops": 8_817,
     "engines, sync, launch": 8_997,
     "agent": 7_025,
-    "learn: training, correction, objectives": 5_146,
+    "learn: training, correction, objectives": 5_162,
     "doctor": 7_636,
-    "integrations": 0,
     "store, observe, report": 2_802,
     "environments and recipes": 4_128,
     "testing": 1_547,
-    "tests": 60_977,
-    "proofs and benchmarks": 13_996,
+    "tests": 60_713,
+    "proofs and benchmarks": 13_994,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling
 follows."""
@@ -48,7 +47,6 @@ ROOMS = {
     "agent": "agent",
     "learn: training, correction, objectives": "training correction objectives",
     "doctor": "doctor",
-    "integrations": "integrations",
     "store, observe, report": "store observe report",
     "environments and recipes": "envs recipes",
     "testing": "testing",

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from lockstep.agent.gateway.server import GatewayServer
     from lockstep.agent.gateway.session import GatewaySession
     from lockstep.engines.base import Engine
-    from lockstep.tinker_server import OpenedBase
+    from lockstep.tinker.embedded import Base
 
 T = TypeVar("T")
 
@@ -142,7 +142,7 @@ async def opened(
     async with contextlib.AsyncExitStack() as stack:
         listener = Listener(config.gateway)
         place = None if out is None else Path(out)
-        bases: dict[str, OpenedBase] = {}
+        bases: dict[str, Base] = {}
         tinker_out = agents = store = None
         if "tinker" in config.api:
             tinker_out = place or default_run_path("tinker")
@@ -158,12 +158,12 @@ async def opened(
                 directory = RunDirectory.create(place, to_dict(config))
                 store = SessionStore(stack.enter_context(directory))
                 stack.callback(store.write)
-            shared = next((each for each in bases.values() if each.model == config.model), None)
+            shared = next((b for b in bases.values() if b.config.model == config.model), None)
             if shared is None:
                 model_files, engine = open_served(served, scratch=place, on_wait=on_wait)
                 stack.push_async_callback(engine.close)
             else:  # one engine and one set of weights under both
-                model_files, engine = shared.model_files, shared.base.engine
+                model_files, engine = shared.model_files, shared.engine
             if served.version and engine.capabilities.shares_weights:
                 await engine.load_weights(None, version=served.version)
             agents = _agents(served, model_files, engine, store, listener=listener, key=key)

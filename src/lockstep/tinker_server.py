@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from lockstep.config import to_dict
 from lockstep.engines.config import EmbeddedConfig, VllmConfig
 from lockstep.errors import CapabilityError, ConfigError
 from lockstep.ops.contract import TRUE_ON_POLICY
@@ -44,41 +43,26 @@ def base_names(config: ServeConfig) -> dict[str, str]:
     return {config.model.rstrip("/").rpartition("/")[2]: config.model}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenedBase:
-    """A base model in memory, and what else is known of it."""
-
-    model: str
-    """As the settings name it."""
-    base: Base
-    model_files: ModelFiles
-    facts: dict[str, Any]
-    """For the environment.json of the runs over it."""
-
-
 def check_engine(config: ServeConfig) -> None:
     """Raises ConfigError if the engine could not sample the trained weights with these settings."""
     engine = config.engine
-    for holds, text in (
-        (not config.fallback, "fallback=true: only the decoder is trained. Leave it out"),
-        (
-            not engine.share_device,
-            "engine.share_device=true: the engine samples while models train, and cannot sleep "
-            "meanwhile. Leave it out",
-        ),
-        (
-            not isinstance(engine, VllmConfig) or engine.urls or engine.max_adapter_rank,
-            "vLLM takes adapters up to the rank that it was started for. Set "
-            "engine.max_adapter_rank=32, or the largest rank that clients ask for",
-        ),
-    ):
-        if not holds:
-            raise ConfigError(f"api=tinker: {text}.")
+    if config.fallback:
+        raise ConfigError("api=tinker: fallback=true: only the decoder is trained. Leave it out.")
+    if engine.share_device:
+        raise ConfigError(
+            "api=tinker: engine.share_device=true: the engine samples while models train, and "
+            "cannot sleep meanwhile. Leave it out."
+        )
+    if isinstance(engine, VllmConfig) and not (engine.urls or engine.max_adapter_rank):
+        raise ConfigError(
+            "api=tinker: vLLM takes adapters up to the rank that it was started for. Set "
+            "engine.max_adapter_rank=32, or the largest rank that clients ask for."
+        )
 
 
 async def open_base(
     config: ServeConfig, name: str, model: str, *, place: Path, note: Callable[[str], None]
-) -> OpenedBase:
+) -> Base:
     """Loads a base model, and opens its engine. place: for logs of the engine, and weights on their
     way. note: receives lines about what the engine waits for."""
     from lockstep.engines.embedded.engine import EmbeddedEngine, sized
@@ -101,7 +85,7 @@ async def open_base(
         max_tokens=config.max_tokens,
         stop_ids=model_files.renderer.stop_ids,
     )
-    base_of = partial(Base, info=info, directory=model_files.directory, decoder=decoder)
+    make_engine = outside = None
     if isinstance(config.engine, EmbeddedConfig) and not config.engine.replicas:
         make = partial(
             EmbeddedEngine,
@@ -109,7 +93,7 @@ async def open_base(
             token_bytes=tokenizer.all_token_bytes(),
             control_ids=tokenizer.control_ids,
         )
-        base = base_of(engine=make(decoder), make_engine=partial(make, is_shared=False))
+        engine, make_engine = make(decoder), partial(make, is_shared=False)
     else:
         context = engine_context(
             own,
@@ -124,17 +108,25 @@ async def open_base(
             config, context, decoder, model_files, numerics, place=place
         )
         note(f"{name}: {line}")
-        base = base_of(engine=engine, outside=outside)
     facts = {
         "architecture": model_files.model.architecture,
         "family": model_files.model.family,
-        "is_one_process": base.outside is None,
+        "is_one_process": outside is None,
         "contract": TRUE_ON_POLICY if numerics.is_kept else "none",
         "numerics": numerics.line,
         "fingerprint": asdict(numerics.fingerprint),
         "processes": 1,
     }
-    return OpenedBase(model=model, base=base, model_files=model_files, facts=facts)
+    return Base(
+        info=info,
+        config=own,
+        model_files=model_files,
+        decoder=decoder,
+        engine=engine,
+        facts=facts,
+        make_engine=make_engine,
+        outside=outside,
+    )
 
 
 async def _open_outside(
@@ -176,10 +168,10 @@ async def _open_outside(
 
 async def open_bases(
     config: ServeConfig, *, out: Path, note: Callable[[str], None]
-) -> dict[str, OpenedBase]:
+) -> dict[str, Base]:
     """The base models by the names that clients use; what receives them closes their engines. note:
     gets lines for a person."""
-    found: dict[str, OpenedBase] = {}
+    found: dict[str, Base] = {}
     try:
         for name, model in base_names(config).items():
             found[name] = await open_base(
@@ -188,7 +180,7 @@ async def open_bases(
             note(f"{name}: {found[name].facts['numerics']}")
     except BaseException:
         for each in found.values():
-            await each.base.engine.close()
+            await each.engine.close()
         raise
     return found
 
@@ -196,7 +188,7 @@ async def open_bases(
 @contextlib.asynccontextmanager
 async def opened(
     config: ServeConfig,
-    bases: Mapping[str, OpenedBase],
+    bases: Mapping[str, Base],
     *,
     key: str,
     out: Path,
@@ -207,23 +199,15 @@ async def opened(
     and run directories are in `out`; another server over the same directory goes on with what this
     one has accepted."""
     from lockstep.tinker.embedded import EmbeddedBackend
-    from lockstep.tinker.record import RunRecords
+    from lockstep.tinker.record import open_record
     from lockstep.tinker.server import TinkerServer
     from lockstep.tinker.service import TinkerService
 
     async with contextlib.AsyncExitStack() as stack:
-        backend = EmbeddedBackend([each.base for each in bases.values()], config.trainer)
+        backend = EmbeddedBackend([*bases.values()], config.trainer)
         stack.push_async_callback(backend.close)
-        stored = to_dict(replace(config, dtype=config.compute_dtype))
-        models = base_names(config)
-        records = RunRecords(
-            out / "runs",
-            bases=backend.base_models,
-            configs={name: {**stored, "model": model} for name, model in models.items()},
-            facts={name: each.facts for name, each in bases.items()},
-            write=note,
-        )
-        service = TinkerService(backend, out, config.tinker, records=records)
+        records = partial(open_record, root=out / "runs", bases=bases, write=note)
+        service = TinkerService(backend, out, config.tinker, open_record=records)
         stack.push_async_callback(service.close)
         await service.start()
         TinkerServer(service, key=key, listener=listener)

@@ -7,13 +7,13 @@ Training runs in a thread of its own, one request at a time; the engines run in 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import lora_shape
 from lockstep.models.peft_io import load_adapter
 from lockstep.ops.context import PackedContext
+from lockstep.run.preflight import ModelFiles
+from lockstep.run_config import ServeConfig
 from lockstep.tinker.learner import TinkerLearner, adapter_config
 from lockstep.tinker.outside import FullWeights, OutsideEngine
 from lockstep.tinker.requests import (
@@ -56,9 +58,13 @@ class Base:
     """A base model: its decoder, which nothing trains, and the engine that samples from it."""
 
     info: BaseModel
-    directory: Path
+    config: ServeConfig
+    """The server's settings, with this model."""
+    model_files: ModelFiles
     decoder: Decoder
     engine: Engine
+    facts: Mapping[str, Any]
+    """For the environment.json of the runs over it."""
     make_engine: Callable[[Decoder], Engine] | None = None
     """Makes an engine with weights of its own, for another decoder of the same shapes."""
     outside: OutsideEngine | None = None
@@ -135,11 +141,11 @@ class EmbeddedBackend:
         base = self._bases[spec.base_model]
         adapter = adapter_config(spec, base.decoder.config)
         if adapter is None:
-            decoder = base.load(base.directory)
+            decoder = base.load(base.model_files.directory)
         else:
             decoder = decoder_over(base.decoder)
             add_adapter(decoder, lora_shape(adapter, decoder.config), seed=adapter.seed)
-        return TinkerLearner(decoder, like=base.directory, config=self._config)
+        return TinkerLearner(decoder, like=base.model_files.directory, config=self._config)
 
     async def unload_model(self, model_id: str) -> None:
         """Frees its memory. An unknown id is ignored."""

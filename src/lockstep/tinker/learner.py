@@ -121,24 +121,24 @@ class TinkerLearner(Learner):
         the backward pass. A request is checked whole before anything is computed. If computing it
         fails all the same, the collected gradients are dropped, and the next update is not made.
         """
-        loss = request.custom or loss_of(request.loss, request.config)
+        loss: Loss | GraphLoss = request.custom or loss_of(request.loss, request.config)
         for index, datum in enumerate(request.data):
             loss.check(index, datum)
-        totals, outputs = Sums(), list[Mapping[str, npt.NDArray[Any]]]([{}] * len(request.data))
+        totals, logprobs = Sums(), dict[int, npt.NDArray[np.float32]]()
         inputs = {i: datum.token_ids for i, datum in enumerate(request.data)}
         lengths = {i: len(datum) for i, datum in enumerate(request.data)}
         plan = plan_forest(inputs, lengths, self.config.max_tokens_per_microbatch)
         try:
             for rows in plan.rows:
                 batch = self._pack_data({row: request.data[row] for row in rows}, loss)
-                found = self._run(batch, loss, totals, is_forward_only=request.is_forward_only)
-                for row, logprobs in found.items():
-                    outputs[row] = {"logprobs": logprobs}
+                is_forward_only = request.is_forward_only
+                logprobs |= self._run(batch, loss, totals, is_forward_only=is_forward_only)
         except BaseException as error:
             self._drop_gradients()
             self._bad_loss = f"a forward_backward failed before it had ended ({error})"
             raise
-        return ForwardBackwardResult(outputs=tuple(outputs), metrics=totals.to_metrics())
+        outputs = tuple({"logprobs": logprobs[i]} for i in inputs)
+        return ForwardBackwardResult(outputs=outputs, metrics=totals.to_metrics())
 
     def apply(self, step: OptimStep) -> dict[str, float]:
         """One update of AdamW by the collected gradients, which are then dropped.

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.config import to_dict
 from lockstep.correction import Layout, MismatchReport, TokenFacts, measure
 from lockstep.errors import StorageError
 from lockstep.observe.live import RunHeader, View
 from lockstep.report.document import write_report
 from lockstep.run.build import tokenizer_of
 from lockstep.store.run import RunDirectory, load_run
+from lockstep.tinker.embedded import Base
 from lockstep.tinker.requests import (
     TARGETS,
-    BaseModel,
     Datum,
     ForwardBackward,
     ForwardBackwardResult,
@@ -40,37 +41,29 @@ MAX_ROWS = 1024
 Bools = npt.NDArray[np.bool_]
 
 
-class RunRecords:
-    """Opens the run directory of each model, under one root."""
+def open_record(
+    model_id: str,
+    spec: ModelSpec,
+    *,
+    root: Path,
+    bases: Mapping[str, Base],
+    write: Callable[[str], object],
+) -> ModelRecord:
+    """The record of one model, with its run directory below `root`. bases: by their names. write:
+    gets a line for each update."""
+    path, base = root / model_id, bases[spec.base_model]
 
-    def __init__(
-        self,
-        root: Path,
-        *,
-        bases: Iterable[BaseModel],
-        configs: Mapping[str, Mapping[str, Any]],
-        facts: Mapping[str, Mapping[str, Any]],
-        write: Callable[[str], object],
-    ) -> None:
-        """configs, facts: base model -> config.json and environment.json of its runs. write: gets a
-        line for each update."""
-        self.root, self._configs, self._facts, self._write = root, configs, facts, write
-        self._stop_ids = {base.name: base.stop_ids for base in bases}
+    def open_directory() -> RunDirectory:
+        if (path / "config.json").is_file():
+            return RunDirectory.open(path, facts=base.facts)
+        config = to_dict(replace(base.config, dtype=base.config.compute_dtype))
+        config |= {"recipe": "tinker", "seed": spec.seed}
+        config["lora"] = asdict(spec) if spec.rank else None
+        return RunDirectory.create(path, config, facts=base.facts)
 
-    def of(self, model_id: str, spec: ModelSpec) -> ModelRecord:
-        path, facts = self.root / model_id, self._facts[spec.base_model]
-
-        def open_directory() -> RunDirectory:
-            if (path / "config.json").is_file():
-                return RunDirectory.open(path, facts=facts)
-            config = {**self._configs[spec.base_model], "recipe": "tinker", "seed": spec.seed}
-            config["lora"] = asdict(spec) if spec.rank else None
-            return RunDirectory.create(path, config, facts=facts)
-
-        view = View(lambda line: self._write(f"{model_id}  {line}"))
-        is_one = facts["is_one_process"]
-        view.start(RunHeader(num_steps=None, architecture=facts["family"], is_one_process=is_one))
-        return ModelRecord(open_directory, view, stop_ids=self._stop_ids[spec.base_model])
+    view, is_one = View(lambda line: write(f"{model_id}  {line}")), base.facts["is_one_process"]
+    view.start(RunHeader(num_steps=None, architecture=base.facts["family"], is_one_process=is_one))
+    return ModelRecord(open_directory, view, stop_ids=base.info.stop_ids)
 
 
 class ModelRecord:

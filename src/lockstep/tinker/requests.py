@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.types import Float32Array, Int32Array, SamplingParams
-
-if TYPE_CHECKING:
-    from lockstep.tinker.graph import GraphLoss
 
 TARGETS = "target_tokens"
 """Input of every loss: the ids that are predicted."""
@@ -118,8 +115,8 @@ class ForwardBackward:
     config: Mapping[str, float | str] = field(default_factory=dict)
     """Settings of the loss: clip_low_threshold, clip_high_threshold, beta, loss_id."""
     is_forward_only: bool = False
-    custom: GraphLoss | None = None
-    """The uploaded loss, if the loss is custom."""
+    custom: Any = None
+    """The uploaded loss (`graph.GraphLoss`), if the loss is custom."""
     origins: Mapping[str, int] = field(default_factory=dict)
     """Number of datums by their origin: drawn here, differs from that, foreign or unknown."""
 

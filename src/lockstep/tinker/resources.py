@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,13 +11,13 @@ from lockstep.tinker.checkpoints import CheckpointFiles
 from lockstep.tinker.futures import Futures
 from lockstep.tinker.journal import Journal
 from lockstep.tinker.origins import Origins
-from lockstep.tinker.requests import BaseModel, not_found
+from lockstep.tinker.requests import BaseModel, ModelSpec, not_found
 from lockstep.tinker.sessions import Sessions
 from lockstep.tinker_config import TinkerConfig
 
 if TYPE_CHECKING:
     from lockstep.tinker.embedded import EmbeddedBackend
-    from lockstep.tinker.record import RunRecords
+    from lockstep.tinker.record import ModelRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +33,8 @@ class Resources:
     sessions: Sessions
     futures: Futures
     origins: Origins
-    records: RunRecords | None
-    """Write the run directories of the models; None writes none."""
+    open_record: Callable[[str, ModelSpec], ModelRecord] | None
+    """Begins the record of a model by its id; None keeps none."""
 
     def base(self, name: Value) -> BaseModel:
         """Raises TinkerError (404)."""

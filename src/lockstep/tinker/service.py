@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from lockstep.tinker.journal import Accepted, Journal, Session, Trained
 from lockstep.tinker.listings import Listings, notes
 from lockstep.tinker.models import Models
 from lockstep.tinker.origins import Origins
-from lockstep.tinker.requests import not_found
+from lockstep.tinker.requests import ModelSpec, not_found
 from lockstep.tinker.resources import Resources
 from lockstep.tinker.samplers import Samplers
 from lockstep.tinker.sessions import Sessions
@@ -31,7 +31,7 @@ from lockstep.tinker_config import TinkerConfig
 
 if TYPE_CHECKING:
     from lockstep.tinker.embedded import EmbeddedBackend
-    from lockstep.tinker.record import RunRecords
+    from lockstep.tinker.record import ModelRecord
 
 LOGGER = logging.getLogger(__name__)
 
@@ -58,9 +58,9 @@ class TinkerService:
         directory: Path,
         config: TinkerConfig | None = None,
         *,
-        records: RunRecords | None = None,
+        open_record: Callable[[str, ModelSpec], ModelRecord] | None = None,
     ) -> None:
-        """records: write the run directories of the models; None writes none.
+        """open_record: begins the record of a model by its id; None keeps none.
 
         Raises RunError if another process uses the directory, or a model in it needs a base model
         that is not served.
@@ -81,7 +81,7 @@ class TinkerService:
             sessions=self.sessions,
             futures=self.futures,
             origins=Origins(journal, self.config),
-            records=records,
+            open_record=open_record,
         )
         self.samplers = Samplers(resources)
         self.models = Models(resources, self.samplers)

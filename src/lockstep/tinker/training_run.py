@@ -53,8 +53,7 @@ class TinkerRun:
         self._config, self._store = resources.config, resources.store
         self._backend, self._journal = resources.backend, resources.journal
         self._samplers, self._read, self._settle = samplers, read, resources.futures.settle
-        records = resources.records
-        self._run_record = None if records is None else records.of(record.id, self.spec)
+        self._run_record = resources.open_record and resources.open_record(record.id, self.spec)
         self.next_seq_id, refused = self._journal.progress(record.id)
         self._held: dict[int, Accepted | None] = dict.fromkeys(refused)
         """Seq_id -> request, None where it was refused."""

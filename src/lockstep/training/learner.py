@@ -154,7 +154,7 @@ class Learner:
         if not reason:
             norm = self._gradient_norm()
             while not np.isfinite(norm) and self.loss_scale.lower():
-                norm = self._gradient_norm_again()
+                norm = self._norm_of(self._passes)  # after an overflow
             if not self._num_kept:
                 reason = f"no token was trained since the last update: {self.why_untrained}"
             elif not np.isfinite(norm):
@@ -197,10 +197,10 @@ class Learner:
             self.optimizer.sum_gradients(self.ranks)
         return float(self.optimizer.gradient_norm()) / self.loss_scale.value
 
-    def _gradient_norm_again(self) -> float:
-        """After an overflow: repeats the collected calls under the lowered loss scale."""
+    def _norm_of(self, passes: Sequence[Pass]) -> float:
+        """Norm of the gradients of these calls alone, which are repeated."""
         self.optimizer.zero_gradients()
-        for samples, backward in self._passes:
+        for samples, backward in passes:
             for batch in self.pack(samples):
                 backward(batch)
         return self._gradient_norm()
@@ -312,19 +312,14 @@ class Learner:
         bad: list[str] = []
         for samples, backward in self._passes:
             for row, sample in enumerate(samples):
-                if len(bad) < MAX_NAMED_ROWS and self._has_bad_gradient(sample, backward):
+                own = [([sample], backward)]
+                if len(bad) < MAX_NAMED_ROWS and not np.isfinite(self._norm_of(own)):
                     bad.append(f"{sample.id} (row {row})")
         if not self._passes:
             return found
         if not bad:
             return f"{found}, but each row's own is: their sum is too large for float32"
         return f"{found}; it comes from {', '.join(bad)}"
-
-    def _has_bad_gradient(self, sample: Sample, backward: Callable[[PackedBatch], object]) -> bool:
-        self.optimizer.zero_gradients()
-        for batch in self.pack([sample]):
-            backward(batch)
-        return not np.isfinite(self._gradient_norm())
 
 
 @contextmanager

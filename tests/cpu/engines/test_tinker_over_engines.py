@@ -74,7 +74,7 @@ async def backend_over(server, place, *settings):
     told = []
     settings = ("engine=sglang", f"engine.urls=[{server.url}]", *settings)
     opened = await open_base(config(*settings), MODEL, MODEL, place=place, note=told.append)
-    backend = EmbeddedBackend([opened.base], TrainerConfig())
+    backend = EmbeddedBackend([opened], TrainerConfig())
     try:
         yield backend, told, opened.facts
     finally:

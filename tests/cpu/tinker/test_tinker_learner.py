@@ -17,6 +17,7 @@ from datums import (
     step,
     weighted_datum,
 )
+from test_tinker_graph import REF, build, node
 
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
@@ -24,14 +25,11 @@ from lockstep.errors import CheckpointError
 from lockstep.models.lora_config import lora_sites
 from lockstep.ops.context import PackedContext
 from lockstep.ops.invariant import InvariantOps
-from lockstep.tinker.graph import GraphLoss
 from lockstep.tinker.learner import adapter_config
 from lockstep.tinker.requests import Datum, ModelSpec, TinkerError
 from lockstep.types import Request, SamplingParams
 
 KINDS = ("qwen3", "gpt_oss")
-LOGPROBS, LAST = {"ref": "logprobs"}, object()
-"""Arguments of a node: the input of a custom loss, and the node before."""
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -71,21 +69,6 @@ def sampled_datum(prompt, ids, logprobs):
             "advantages": np.concatenate([blank, np.ones(len(ids), np.float32)]),
         },
     )
-
-
-def custom_loss(*calls):
-    """A loss of (function, arguments) one after another."""
-    place = {"op": "placeholder", "name": "logprobs", "target": "logprobs"}
-    nodes, last = [place], LOGPROBS
-    for number, (target, *args) in enumerate(calls):
-        filled = [last if arg is LAST else arg for arg in args]
-        nodes.append(
-            {"op": "call_function", "name": f"n{number}", "target": target, "args": filled}
-        )
-        last = {"ref": f"n{number}"}
-    output = {"op": "output", "name": "output", "target": "output"}
-    nodes.append(output | {"args": [{"tuple": [last, {"dict": {}}]}]})
-    return GraphLoss("test", [{"name": "logprobs", "rank": 1}], {"format": 1, "nodes": nodes})
 
 
 def prompts(count=3, length=11):
@@ -238,7 +221,8 @@ def test_a_gradient_that_is_not_finite_makes_no_update_and_the_next_one_works(tm
     step(learner)
     before = parameters(learner)
     if loss == "custom":
-        infinite = custom_loss(("torch.mul", LOGPROBS, {"float": "inf"}), ("torch.sum", LAST))
+        scaled = node("torch.mul", REF, {"float": "inf"}, name="y")
+        infinite = build(scaled, node("torch.sum", {"ref": "y"}))
         call(learner, [make_datum()], "custom", custom=infinite)
         reason = "the gradient is not finite"
     else:
@@ -263,7 +247,8 @@ def test_a_gradient_that_is_not_finite_makes_no_update_and_the_next_one_works(tm
 def test_a_call_that_fails_half_way_makes_no_update(tmp_path):
     learner = make_learner(tmp_path)
     call(learner, [weighted_datum()])
-    failing = custom_loss(("torch.reshape", LOGPROBS, [3, 3]), ("torch.sum", LAST))
+    square = node("torch.reshape", REF, [3, 3], name="y")
+    failing = build(square, node("torch.sum", {"ref": "y"}))
     with pytest.raises(TinkerError, match=r"\b1\b"):
         call(learner, [make_datum(9), make_datum(8)], "custom", custom=failing)
     assert step(learner)["skipped:sum"] == 1.0
