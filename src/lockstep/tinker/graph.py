@@ -42,7 +42,7 @@ MAX_ARGUMENTS = 10_000  # values in the arguments of all nodes
 MAX_DEPTH = 8  # lists in lists in the arguments of one node
 MAX_ELEMENTS = 1 << 24  # of one result: 64 MB in float32
 MAX_TOTAL = 1 << 28  # elements of all results of one datum: they live until backward has read them
-MAX_SECONDS = 10.0  # for one datum; checked between nodes
+MAX_SECONDS = 10.0  # of the thread, for one datum; checked between nodes
 MAX_INTEGER = 1 << 62
 
 # -- what a graph may call -------------------------------------------------------------------------

@@ -58,7 +58,6 @@ class TinkerRun:
         self._held: dict[int, Accepted | None] = dict.fromkeys(refused)
         """Seq_id -> request, None where it was refused."""
         self._arrived = asyncio.Event()
-        self._missing_since: tuple[int, float] = (-1, 0.0)
         self._ending = ""
         self._unload: Accepted | None = None
         self._work_seconds = 0.0
@@ -110,29 +109,23 @@ class TinkerRun:
 
     async def _next(self) -> Accepted | None:
         """Waits for the next request in order; None at the end."""
+        deadline: float | None = None  # of the missing request, once another is held behind it
         while True:
             while self.next_seq_id in self._held:
-                request = self._held.pop(self.next_seq_id)
+                request, deadline = self._held.pop(self.next_seq_id), None
                 self.next_seq_id += 1
                 if request is not None:
                     return request
             if self._ending:
                 return None
+            if self._held and deadline is None:
+                deadline = asyncio.get_running_loop().time() + self._config.missing_seconds
             self._arrived.clear()
             try:
-                async with asyncio.timeout(self._seconds_to_wait()):
+                async with asyncio.timeout_at(deadline):
                     await self._arrived.wait()
             except TimeoutError:
                 self._give_up()
-
-    def _seconds_to_wait(self) -> float | None:
-        """Seconds until the missing request is given up; None while none is held behind it."""
-        if not self._held:
-            return None
-        if self._missing_since[0] != self.next_seq_id:
-            self._missing_since = (self.next_seq_id, time.monotonic())
-        passed = time.monotonic() - self._missing_since[1]
-        return max(0.0, self._config.missing_seconds - passed)
 
     def _give_up(self) -> None:
         text = (
