@@ -265,10 +265,8 @@ class EmbeddedBackend:
             async with sampler.holding():
                 replies = await asyncio.gather(*draws)
                 if request.has_prompt_logprobs:
-                    last_n = request.last_n
-                    first = 1 if last_n is None else len(request.prompt_ids) - last_n
                     scores = await sampler.engine.score(
-                        request.prompt_ids, first=first, adapter=adapter, affinity=sampler_id
+                        asked.prompt_ids, first=request.first, adapter=adapter, affinity=sampler_id
                     )
                     prompt_logprobs = scores.logprobs
         except (EngineError, TokenError, ConfigError) as error:
@@ -300,7 +298,7 @@ class EmbeddedBackend:
             logits = _logits(decoder, prompt)[:-1]
             logprobs = decoder.ops.log_softmax(logits)
             if num_topk:
-                topk = _at_all_places(_topk(logprobs, num_topk), len(prompt), request.last_n)
+                topk = _at_all_places(_topk(logprobs, num_topk), len(prompt), request.first)
             if request.target_ids is not None:
                 ids = torch.from_numpy(request.target_ids).to(logits.device)
                 found = logprobs.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, float("nan"))
@@ -361,12 +359,11 @@ def _topk(logprobs: Tensor, num: int) -> TopK:
     return TopK(ids=found.indices.int().cpu().numpy(), logprobs=found.values.cpu().numpy())
 
 
-def _at_all_places(topk: TopK, num_places: int, last_n: int | None) -> TopK:
-    """For all places: nothing at the first, and before the last `last_n`."""
+def _at_all_places(topk: TopK, num_places: int, first: int) -> TopK:
+    """For all places: nothing before `first`."""
     k = topk.ids.shape[1]
     ids = np.zeros((num_places, k), np.int32)
     logprobs = np.full((num_places, k), np.nan, np.float32)
-    first = 1 if last_n is None else num_places - last_n
     ids[first:], logprobs[first:] = topk.ids[first - 1 :], topk.logprobs[first - 1 :]
     return TopK(ids=ids, logprobs=logprobs)
 

@@ -191,7 +191,7 @@ def _first_foreign(runs: list[_Run], is_trained: npt.NDArray[np.bool_]) -> int |
     is_foreign = is_trained.copy()
     for run in runs:
         is_foreign[run.here] = False
-    return int(np.argmax(is_foreign)) if is_foreign.any() else None
+    return _first(is_foreign)
 
 
 def _read_spans(datum: Datum, lookup: Lookup, runs: list[_Run]) -> str:
@@ -235,7 +235,7 @@ def _compare_span(ids: npt.NDArray[Any], begin: int, span: Span, drawn: Drawn) -
     source = drawn.token_ids if is_sampled else drawn.prompt_ids
     expected = source[span.offset : span.offset + span.length]
     size = min(len(ids), len(expected))
-    at = _first_difference(ids[:size], expected[:size])
+    at = _first(ids[:size] != expected[:size])
     part = f"of the {'reply' if is_sampled else 'prompt'} of {span.sequence_id}"
     if at is not None:
         whole = np.concatenate([drawn.prompt_ids, drawn.token_ids])
@@ -273,21 +273,20 @@ def _compare_run(datum: Datum, run: _Run, is_trained: npt.NDArray[np.bool_]) -> 
     _compare_context(datum.token_ids[: begin + 1], context, run)
     ids = datum.inputs[TARGETS][here]
     expected = drawn.token_ids[run.offset :]
-    at = _first_difference(ids[: len(expected)], expected[: len(ids)])
+    at = _first(ids[: len(expected)] != expected[: len(ids)])
     if at is not None:
         text = f"it is {int(ids[at])}, and {run.sequence_id} drew {int(expected[at])} here"
         cause = "reencoded" if is_trained[at:].any() else "missing_final"
         raise _Difference(begin + at, cause, text)
     # Its inputs are its targets, one place later: the next targets are drawn after them.
     fed = datum.token_ids[begin + 1 : begin + run.length]
-    at = _first_difference(fed, ids[: len(fed)])
+    at = _first(fed != ids[: len(fed)])
     if at is not None:
         text = f"it is {int(ids[at])}, and the input after it is {int(fed[at])}"
         raise _Difference(begin + at, "boundary", text)
     logprobs = datum.inputs["logprobs"][here]
-    is_other = is_trained & (logprobs.view(np.int32) != recorded.view(np.int32))
-    if is_other.any():
-        at = int(np.argmax(is_other))
+    at = _first(is_trained & (logprobs.view(np.int32) != recorded.view(np.int32)))
+    if at is not None:
         text = (
             f"its log-prob is {logprobs[at]:.6g}, and {recorded[at]:.6g} was recorded when "
             f"{run.sequence_id} drew it"
@@ -299,7 +298,7 @@ def _compare_run(datum: Datum, run: _Run, is_trained: npt.NDArray[np.bool_]) -> 
 def _compare_context(given: Int32Array, context: npt.NDArray[Any], run: _Run) -> None:
     """Raises _Difference unless the inputs before a run are the ids that it was drawn after."""
     size = min(len(context), len(given))
-    at = _first_difference(given[:size], context[:size])
+    at = _first(given[:size] != context[:size])
     if at is not None:
         text = f"input {at} is {int(given[at])}, and {run.sequence_id} was drawn after "
         text += f"{int(context[at])} there"
@@ -431,7 +430,7 @@ def _best_fit(
     the same ids up to the end of the sampled targets, or else the most of the log-probs. None if
     two fit equally."""
     targets, logprobs = datum.inputs[TARGETS], datum.inputs["logprobs"]
-    num_sampled = _first_difference(is_sampled[begin:], np.ones(len(targets) - begin, bool))
+    num_sampled = _first(~is_sampled[begin:])
     fitting: list[tuple[tuple[bool, int, bool], _Run]] = []
     for name in names[: -MAX_CANDIDATES - 1 : -1]:  # the latest first
         drawn = lookup(name)
@@ -468,10 +467,9 @@ def _has_logprobs_of(datum: Datum, run: _Run, is_trained: npt.NDArray[np.bool_])
     return is_equal or bool(_cause_of_logprobs(given[places], recorded, places))
 
 
-def _first_difference(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int | None:
-    """Index of the first place where two arrays of one length differ."""
-    differs = one != other
-    return int(np.argmax(differs)) if differs.any() else None
+def _first(found: npt.NDArray[np.bool_]) -> int | None:
+    """Index of the first True."""
+    return int(np.argmax(found)) if found.any() else None
 
 
 def _shift_of(ids: npt.NDArray[Any], whole: npt.NDArray[Any], start: int) -> int:

@@ -164,8 +164,8 @@ class Sampling:
     num_alternatives: int = 0
     """Ids to be drawn, independently and at this temperature, at each place of the prompt but the
     first."""
-    last_n: int | None = None
-    """Number of places at the prompt's end whose log-probs are wanted; None wants all."""
+    first: int = 1
+    """First place of the prompt whose log-probs are wanted; nothing predicts place 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

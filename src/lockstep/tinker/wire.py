@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -541,7 +542,7 @@ def sampling_of(body: Value, base: BaseModel, *, substitute: str = "") -> Sampli
         target_ids=_targets(body["target_prompt_logprobs"], num, base),
         has_sparse_targets=body["target_prompt_logprobs"]["sparse_crow_indices"].raw is not None,
         num_alternatives=_top_k(body["prompt_alt_tokens_k"], base),
-        last_n=last_n,
+        first=1 if last_n is None else num - last_n,
     )
 
 
@@ -615,23 +616,22 @@ def _targets(value: Value, num: int, base: BaseModel) -> npt.NDArray[np.int64] |
 
 
 def write_forward_backward(result: ForwardBackwardResult) -> bytes:
-    """Writes the outputs as one record where all have the same columns, otherwise one for each."""
+    """Writes the outputs; neighbours with the same columns share a record."""
     found = message("ForwardBackwardOutput")
     found.loss_fn_output_type = "ArrayRecord"
-    outputs = result.outputs
-    layouts = [{name: values.shape[1:] for name, values in each.items()} for each in outputs]
-    start = 0
-    for end in range(1, len(outputs) + 1):
-        if end < len(outputs) and layouts[end] == layouts[start]:
-            continue
-        record = found.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=end - start)
-        for name, trailing in layouts[start].items():
-            _write_batch(record.fields[name], [each[name] for each in outputs[start:end]], trailing)
-        start = end
+    for layout, group in groupby(result.outputs, key=_trailing_shapes):
+        outputs = list(group)
+        record = found.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(outputs))
+        for name, trailing in layout.items():
+            _write_batch(record.fields[name], [each[name] for each in outputs], trailing)
     for name, value in result.metrics.items():
         assert name.count(":") == 1, f"metric {name!r}: clients read `name:reduction` alone"
         found.metrics[name] = value
     return found.SerializeToString(deterministic=True)
+
+
+def _trailing_shapes(output: Mapping[str, npt.NDArray[Any]]) -> dict[str, tuple[int, ...]]:
+    return {name: values.shape[1:] for name, values in output.items()}
 
 
 def _write_batch(field: Any, arrays: list[npt.NDArray[Any]], trailing: tuple[int, ...]) -> None:
