@@ -9,27 +9,30 @@ two sides take turns.
 Memory is counted for one further adapter: in training with its gradients and AdamW's moments, in
 the engine as the resident memory of 64 more adapters.
 
-    python benchmarks/adapters.py [--json] [--rounds N]
+    python benchmarks/adapters.py [--rounds N]
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
-import json
-import os
-import sys
 import time
-from typing import Any
+from collections.abc import Iterator
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
+from measuring import (
+    CLEAR_REFS,
+    MIB,
+    Row,
+    alone,
+    main,
+    note,
+    resident_bytes,
+    row,
+)
+from measuring.sampling import requests_of, sample
 
 import numpy as np
 import torch
-from measuring import MIB, can_measure, resident_bytes
 
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
@@ -41,12 +44,9 @@ from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, lora_shape
 from lockstep.ops.base import Ops
 from lockstep.ops.invariant import InvariantOps, ask_for_reproducible_gemm
-from lockstep.types import Request, SamplingParams
 
-NAME = "adapters"
 MODEL, RANK, NUM_ADAPTERS = "tiny-gpt-oss", 16, 8
 PROMPT_TOKENS, REPLY_TOKENS = 32, 96
-SEQUENCES = (2, 16)
 NUM_MORE = 64
 OPS = ("plain", "invariant")
 HOW = (
@@ -78,6 +78,7 @@ class Bench:
         base = make_base(ops)
         self.vocab_size = base.config.vocab_size
         self.engine = EmbeddedEngine(base, EmbeddedConfig(max_num_sequences=256))
+        self.is_under_contract = ops == "invariant"
         for number in range(NUM_ADAPTERS):
             model = adapted(base, number)
             asyncio.run(self.engine.load_adapter(str(number), model, version=0))
@@ -86,42 +87,35 @@ class Bench:
     def round(self, num_sequences: int) -> tuple[float, float]:
         """Seconds (together, in turn)."""
         self.num_rounds += 1
-        groups = [self._requests(n, num_sequences) for n in range(NUM_ADAPTERS)]
-        together, drawn = self._seconds([[r for group in groups for r in group]], "together")
-        in_turn, again = self._seconds(groups, "in turn")
-        if isinstance(self.engine._model.ops, InvariantOps) and drawn != again:
+        together, drawn = self._seconds("together", num_sequences)
+        in_turn, again = self._seconds("in turn", num_sequences)
+        if self.is_under_contract and drawn != again:
             raise SystemExit("the two sides drew other tokens: this machine breaks the contract")
         return together, in_turn
 
-    def _requests(self, adapter: int, num_sequences: int) -> list[Request]:
-        rng = np.random.default_rng([self.num_rounds, adapter])
-        return [
-            Request(
-                id=f"{self.num_rounds}/{adapter}/{i}",
-                prompt_ids=rng.integers(0, self.vocab_size, PROMPT_TOKENS).astype(np.int32),
-                sampling=SamplingParams(max_tokens=REPLY_TOKENS),
-                seed=i,
-                adapter=str(adapter),
-            )
-            for i in range(num_sequences)
-        ]
-
-    def _seconds(self, groups: list[list[Request]], side: str) -> tuple[float, list[list[int]]]:
-        async def reply(request: Request) -> list[int]:
-            asked = Request(**{**vars_of(request), "id": f"{request.id}/{side}"})
-            return [int(i) async for delta in self.engine.generate(asked) for i in delta.token_ids]
-
-        async def run() -> list[list[int]]:
-            return [r for group in groups for r in await asyncio.gather(*map(reply, group))]
-
+    def _seconds(self, side: str, num_sequences: int) -> tuple[float, list[list[int]]]:
+        groups = []
+        for adapter in range(NUM_ADAPTERS):
+            rng = np.random.default_rng([self.num_rounds, adapter])
+            prompts = rng.integers(0, self.vocab_size, (num_sequences, PROMPT_TOKENS))
+            tag = f"{self.num_rounds}/{adapter}/{side}"
+            groups.append(requests_of(prompts, REPLY_TOKENS, tag=tag, adapter=str(adapter)))
+        if side == "together":
+            groups = [[request for group in groups for request in group]]
         asyncio.run(self.engine.load_weights(None, version=0))  # drops the cache
         began = time.perf_counter()
-        found = asyncio.run(run())
-        return time.perf_counter() - began, found
+        replies = [reply for group in groups for reply in sample(self.engine, group)]
+        return time.perf_counter() - began, [reply.token_ids.tolist() for reply in replies]
 
 
-def vars_of(request: Request) -> dict[str, Any]:
-    return {name: getattr(request, name) for name in type(request).__slots__}
+def tokens_per_second(ops: str, num_sequences: int, rounds: int) -> tuple[float, float]:
+    """(together, in turn), the best of the rounds after one to warm up."""
+    torch.set_num_threads(1)
+    bench = Bench(ops)
+    taken = [bench.round(num_sequences) for _ in range(rounds + 1)][1:]
+    num_tokens = NUM_ADAPTERS * num_sequences * REPLY_TOKENS
+    together, in_turn = (num_tokens / min(side) for side in zip(*taken, strict=True))
+    return together, in_turn
 
 
 def mib_per_adapter() -> tuple[float, float, float]:
@@ -155,41 +149,20 @@ def resident() -> int:
     return resident_bytes("VmRSS")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    parts: list[dict[str, Any]] = []
+def compare(*, rounds: int = 5, sequences: tuple[int, ...] = (2, 16)) -> Iterator[Row]:
     for ops in OPS:
-        bench = Bench(ops)
-        for num_sequences in SEQUENCES:
-            rounds = [bench.round(num_sequences) for _ in range(options.rounds + 1)][1:]
-            num_tokens = NUM_ADAPTERS * num_sequences * REPLY_TOKENS
-            ours, peer = (num_tokens / min(side) for side in zip(*rounds, strict=True))
-            parts.append(
-                {
-                    "name": f"{NAME}, {num_sequences} sequences each, {ops} ops",
-                    "ours": round(ours), "peer": round(peer), "unit": "tokens/s",
-                    "ratio": round(ours / peer, 2), "better": "higher", "how": HOW,
-                }
-            )  # fmt: skip
-            print(
-                f"{ops} ops, {num_sequences} sequences each: {ours:.0f} tokens/s together, "
-                f"{peer:.0f} in turn: {ours / peer:.2f}x",
-                file=sys.stderr,
-            )
-    if can_measure():
-        in_training, in_engine, size = mib_per_adapter()
-        print(
+        for num_sequences in sequences:
+            ours, peer = alone(tokens_per_second, ops, num_sequences, rounds)
+            name = f"adapters, {num_sequences} sequences each, {ops} ops"
+            yield row(name, ours, peer, "tokens/s", better="higher", how=HOW)
+    if CLEAR_REFS.exists():
+        exact = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # freed memory goes back to the system
+        in_training, in_engine, size = alone(mib_per_adapter, environment=exact)
+        note(
             f"a further adapter of {size:.2f} MiB takes {in_training:.2f} MiB in training "
-            f"and {in_engine:.2f} in the engine",
-            file=sys.stderr,
+            f"and {in_engine:.2f} in the engine"
         )
-    if options.json:
-        print(json.dumps({**parts[0], "parts": parts}))
 
 
 if __name__ == "__main__":
-    main()
+    main(compare, short={"rounds": 1, "sequences": (2,)})

@@ -1,6 +1,6 @@
 """Sampling while the trainer trains against sampling and training in turn: the same steps.
 
-    python benchmarks/async_vs_sync.py [--steps N] [--repeats N] [--replicas 0|1] [--json]
+    python benchmarks/async_vs_sync.py [--steps N] [--repeats N] [--replicas 0|1]
 
 Each arm is a run of the quickstart in a process of its own, with stock ops or under the contract,
 and with the same correction: the same tasks, episodes and updates, and with --replicas 1 (the
@@ -12,120 +12,46 @@ Without two free processors the figures without such tools mean nothing. The pro
 whether they were free: the trainer's and the sampler's add up to the synchronous run's seconds.
 
 Ratios: the synchronous run's seconds to the asynchronous one's, above 1 asynchrony is faster; and
-the seconds under the contract to those without, the median and the range over the pairs of one
-seed.
+the seconds without the contract to those under it, of the medians. The text beside them has the
+range over the pairs of one seed.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import json
-import math
-import resource
-import subprocess
-import sys
 import tempfile
 from collections import defaultdict
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from lockstep.agent.tasks import derive_seed
-from lockstep.envs.docsearch.config import DocSearchConfig
+from measuring import Row, alone, main, note, row
+from measuring.runs import rows_of, steps_of, train_quickstart
 
-STALENESS = (0, 1, 2)
 CONTRACTS = ("none", "true-on-policy")
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlowSearchConfig(DocSearchConfig):
-    """Document search whose every answer takes a while."""
-
-    mean_seconds: float = 0.1
-    """Mean time of one call; exponentially distributed."""
-
-    def environment(self, task, agent):
-        made = super().environment(task, agent)
-        answer, num_calls = made.step, 0
-
-        async def step(message):
-            nonlocal num_calls
-            num_calls += 1
-            draw = derive_seed("tool", task.id, num_calls, str(message.content)) / 2**63
-            await asyncio.sleep(-self.mean_seconds * math.log(max(draw, 1e-9)))
-            return await answer(message)
-
-        made.step = step
-        return made
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arm:
-    """One run."""
-
-    max_staleness: int
-    tool_seconds: float
-    steps: int
-    replicas: int
-    correction: str
-    contract: str
-    seed: int = 0
-
-
-def run_arm(arm: Arm, path: Path) -> None:
-    """Trains one arm. Runs in a process of its own."""
-    from lockstep.config import resolve
-    from lockstep.recipes import find_recipe
-    from lockstep.run.train import train
-
-    settings = (
-        f"steps={arm.steps}", f"max_staleness={arm.max_staleness}", f"seed={arm.seed}",
-        f"engine.replicas={arm.replicas}", f"correction={arm.correction}",
-        f"contract={arm.contract}",
-        "evaluation.num_tasks=64", "evaluation.at_start=false", "checkpoint.every=0",
-        "trainer.measure_after_every=0",
-    )  # fmt: skip
-    config = resolve(find_recipe("quickstart"), settings)
-    if arm.tool_seconds:
-        config = replace(config, task=SlowSearchConfig(mean_seconds=arm.tool_seconds))
-    train(config, out=path, view="json")
-    used = {
-        "trainer_cpu": resource.getrusage(resource.RUSAGE_SELF),
-        "sampler_cpu": resource.getrusage(resource.RUSAGE_CHILDREN),
-    }
-    (path / "cpu.json").write_text(
-        json.dumps({name: found.ru_utime + found.ru_stime for name, found in used.items()})
-    )
-
-
-def measure(arm: Arm) -> dict[str, Any]:
+def measure(settings: list[str], tool_seconds: float) -> dict[str, Any]:
     """The figures of one run."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run"
-        command = [sys.executable, __file__, "--arm", json.dumps(asdict(arm)), "--out", str(path)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        cpu = json.loads((path / "cpu.json").read_text())
-    rows = [row for row in lines if "train/loss" in row]
+        used = alone(train_quickstart, settings, str(path), tool_seconds)
+        rows, end = steps_of(path), rows_of(path)[-1]
     late = rows[1:]  # the first step starts everything, and has nothing to overlap with
 
     def average(name: str) -> float:
         return mean(row.get(name, 0.0) for row in late)
 
     return {
-        **asdict(arm),
-        **cpu,
+        **used,
         "seconds": sum(row["time/step_seconds"] for row in rows),
         "sample": average("time/sample_seconds"),
         "wait": average("time/wait_seconds"),
         "train": average("time/train_seconds"),
-        "idle": sum(row["time/idle_seconds"] for row in late)
-        / sum(row["time/step_seconds"] for row in late),
+        "idle": average("time/idle_seconds") / average("time/step_seconds"),
         "reward": mean(row["reward/mean"] for row in rows[-10:]),
-        "greedy": lines[-1]["eval/greedy/mean@1"],
+        "greedy": end["eval/greedy/mean@1"],
         "age": average("staleness/mean"),
         "oldest": max(row["staleness/max"] for row in rows),
         "mixed": average("staleness/mixed_rows") / average("training/rows"),
@@ -143,73 +69,46 @@ def of_age_0(row: dict[str, Any], figure: str) -> float:
     return row.get(f"mismatch/by_age/0/{figure}", 0.0 if is_split else row[f"mismatch/{figure}"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--replicas", type=int, default=1, help="0: engine and trainer share one")
-    parser.add_argument("--correction", default="mis")
-    parser.add_argument("--tool-seconds", type=float, action="append", help="default: 0 and 0.1")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--arm", help=argparse.SUPPRESS)
-    parser.add_argument("--out", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.arm:
-        run_arm(Arm(**json.loads(args.arm)), Path(args.out))
-        return
-    shown = sys.stderr if args.json else sys.stdout
-    parts: list[dict[str, Any]] = []
-    for tool_seconds in args.tool_seconds or (0.0, 0.1):
+def compare(
+    *,
+    steps: int = 40,
+    repeats: int = 2,
+    replicas: int = 1,
+    correction: str = "mis",
+    tool_seconds: tuple[float, ...] = (0.0, 0.1),
+    staleness: tuple[int, ...] = (0, 1, 2),
+) -> Iterator[Row]:
+    how = f"quickstart, {steps} steps"
+    common = [f"steps={steps}", f"engine.replicas={replicas}", f"correction={correction}",
+              "evaluation.num_tasks=64", "trainer.measure_after_every=0"]  # fmt: skip
+    for waits in tool_seconds:
         found: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
-        for seed in range(args.repeats):
-            for ahead, contract in product(STALENESS, CONTRACTS):
-                arm = Arm(
-                    max_staleness=ahead, tool_seconds=tool_seconds, steps=args.steps,
-                    replicas=args.replicas, correction=args.correction, contract=contract,
-                    seed=seed,
-                )  # fmt: skip
-                found[ahead, contract].append(measure(arm))
-                print(_line(found[ahead, contract][-1]), file=shown, flush=True)
-        how = f"quickstart, {args.steps} steps"
+        for seed, ahead, contract in product(range(repeats), staleness, CONTRACTS):
+            arm = [f"max_staleness={ahead}", f"contract={contract}", f"seed={seed}"]
+            found[ahead, contract].append(measure([*common, *arm], waits))
+            note(f"tools {waits:g} s  {'  '.join(arm)}  {_line(found[ahead, contract][-1])}")
+        medians = {arm: median(run["seconds"] for run in runs) for arm, runs in found.items()}
         for (ahead, contract), runs in found.items():
-            where = f"max_staleness={ahead}, contract={contract}, tools {tool_seconds:g} s"
-            seconds = median(run["seconds"] for run in runs)
+            where = f"max_staleness={ahead}, contract={contract}, tools {waits:g} s"
             if ahead:
-                peers = found[0, contract]
-                base = median(run["seconds"] for run in peers)
-                parts.append(
-                    {
-                        "name": where, "ours": seconds, "peer": base, "unit": "s",
-                        "ratio": base / seconds, "better": "higher",
-                        "how": f"{how}, against max_staleness=0", "runs": runs, "peer_runs": peers,
-                    }
-                )  # fmt: skip
-                print(f"{where}: {base / seconds:.2f}x of 0", file=shown, flush=True)
+                yield row(where, medians[ahead, contract], medians[0, contract], "s",
+                          how=f"{how}, against max_staleness=0", runs=runs,
+                          peer_runs=found[0, contract])  # fmt: skip
             if contract != "none":
                 pairs = zip(runs, found[ahead, "none"], strict=True)
                 ratios = sorted(run["seconds"] / other["seconds"] for run, other in pairs)
-                parts.append(
-                    {
-                        "name": f"{where}, time", "ratio": median(ratios), "better": "lower",
-                        "how": f"{how}, against contract=none, pairs of a seed", "ratios": ratios,
-                    }
-                )  # fmt: skip
-                print(
-                    f"{where}: {median(ratios):.2f}x of the time without "
-                    f"({ratios[0]:.2f} to {ratios[-1]:.2f}); {sum(r['unequal'] for r in runs):.0f} "
-                    f"unequal of {sum(r['compared'] for r in runs):.0f} tokens of age 0",
-                    file=shown,
-                    flush=True,
+                unequal, compared = (sum(r[x] for r in runs) for x in ("unequal", "compared"))
+                text = (
+                    f"{how}, against contract=none: {median(ratios):.2f}x the time, pairs of a "
+                    f"seed {ratios[0]:.2f} to {ratios[-1]:.2f}; {unequal:.0f} unequal of "
+                    f"{compared:.0f} tokens of age 0"
                 )
-    print(json.dumps({"name": "async_vs_sync", "parts": parts}))
+                both = (medians[ahead, name] for name in (contract, "none"))
+                yield row(f"{where}, time", *both, "s", how=text)
 
 
 def _line(r: dict[str, Any]) -> str:
     return (
-        f"tools {r['tool_seconds']:g} s  max_staleness={r['max_staleness']}  {r['contract']}  "
-        f"seed {r['seed']}  "
         f"{r['seconds']:6.1f} s (processor: trainer {r['trainer_cpu']:.1f}, sampler "
         f"{r['sampler_cpu']:.1f})  sample {r['sample']:.2f}  wait {r['wait']:.2f}  train "
         f"{r['train']:.2f}  idle {r['idle']:.0%}  reward {r['reward']:.3f}  greedy "
@@ -219,4 +118,5 @@ def _line(r: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    short = {"steps": 8, "repeats": 1, "tool_seconds": (0.1,), "staleness": (0, 1)}
+    main(compare, short=short)

@@ -10,42 +10,32 @@ Memory is what a process of its own holds at its peak beyond its inputs. Printed
 thread; half and a quarter of the rows; and ours with tokens told apart by age, turn, position and
 kind, which verl does not do.
 
-    python benchmarks/correction_vs_verl.py [--json] [--repeats N]
+    python benchmarks/correction_vs_verl.py [--repeats N]
 
-verl is installed by `make install-dev`; exit code 3 says that it is not, or of another version: the
-reason is printed, and is in the JSON line as {"name", "skipped"}.
+verl is installed by `make install-dev`; without it, or with another version, this cannot run.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import resource
-import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+from measuring import ROOT, CannotRun, Row, alone, in_turn, main, note, peak_mib, row, seconds_of
 
 import pytest
 import torch
 
 from lockstep.correction import Correction, Layout, Rule, TokenFacts, correct
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "parity"))
-from verl_modules import load_verl  # noqa: E402 - from the tests' folder, which is no package
+from verl_modules import load_verl
 
-NAME = "correction-vs-verl"
 NUM_ROWS, MAX_TOKENS, MIN_TOKENS = 256, 8192, 2048
-MIB = 1 << 20
-BUFFER_MIB = NUM_ROWS * MAX_TOKENS * 4 / MIB
-CANNOT_RUN = 3
+BUFFER_MIB = NUM_ROWS * MAX_TOKENS * 4 / 2**20
 
 TIS = Correction.tis(2.0)
 FULL = Correction(
@@ -66,11 +56,10 @@ VERL_FULL = VERL_TIS | {
     "rollout_rs_threshold": "0.5_2.0,0.01,2.0",
 }
 WORK = {"token TIS": (TIS, VERL_TIS), "TIS, 3 rules, normalised": (FULL, VERL_FULL)}
-FULL_WORK = "TIS, 3 rules, normalised"
 
 HOW = (
-    "seconds for 256 x 8192 float32 log-probs, ragged, two threads, weights and all metrics; the "
-    "best of runs in turn in one process"
+    "seconds for 256 x 8192 float32 log-probs, ragged, weights and all metrics; the best of runs "
+    "in turn in one process"
 )
 
 
@@ -124,137 +113,51 @@ def peers(rows: Rows, settings: dict[str, Any]) -> Callable[[], Any]:
     return lambda: compute(rows.logprobs, rows.rollout_logprobs, mask, **settings)
 
 
-def best_of(sides: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """The least seconds of each side; all take turns."""
-    seconds: dict[str, float] = {}
-    for _ in range(repeats + 1):  # the first of each warms up
-        for name, run in sides.items():
-            began = time.perf_counter()
-            run()
-            spent = time.perf_counter() - began
-            seconds[name] = min(seconds.get(name, spent), spent)
-    return seconds
-
-
-# -- memory ----------------------------------------------------------------------------------------
+def best_of(sides: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """The least seconds of each side; all take turns. One more run of each warms up."""
+    timed = {side: partial(seconds_of, run, time.perf_counter) for side, run in sides.items()}
+    return {side: min(seconds) for side, seconds in in_turn(repeats + 1, timed).items()}
 
 
 def peak_of(side: str) -> float:
     """Peak of this process in MiB above the memory before; a small call loads the code first."""
-    make = {
-        "ours": lambda rows: ours(rows, FULL),
-        "verl": lambda rows: peers(rows, VERL_FULL),
-    }[side]
-    make(make_rows(1))()
-    run = make(make_rows(NUM_ROWS))
-    before = peak_rss()
-    run()
-    return peak_rss() - before
+    torch.set_num_threads(2)
+
+    def run(num_rows: int) -> Callable[[], Any]:
+        rows = make_rows(num_rows)
+        return ours(rows, FULL) if side == "ours" else peers(rows, VERL_FULL)
+
+    run(1)()
+    whole = run(NUM_ROWS)
+    before = peak_mib()
+    whole()
+    return peak_mib() - before
 
 
-def peak_rss() -> float:
-    """MiB. Linux counts it anew for a new program; getrusage takes over what its parent held."""
-    status = Path("/proc/self/status")
-    if status.is_file():
-        lines = status.read_text().splitlines()
-        return int(next(x for x in lines if x.startswith("VmHWM:")).split()[1]) / 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB
-
-
-def peak_in_child(side: str) -> float:
-    done = subprocess.run(
-        [sys.executable, __file__, "--peak", side], stdout=subprocess.PIPE, text=True, check=True
-    )
-    return float(done.stdout.strip().splitlines()[-1])
-
-
-# -- the comparison --------------------------------------------------------------------------------
-
-
-def compare(repeats: int) -> dict[str, Any]:
-    """Everything, printed as it is found; the JSON line."""
+def compare(*, repeats: int = 10) -> Iterator[Row]:
+    try:
+        load_verl()
+    except pytest.skip.Exception as reason:
+        raise CannotRun(str(reason)) from None
     rows = make_rows(NUM_ROWS)
-    parts: list[dict[str, Any]] = []
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
         for work, (correction, settings) in WORK.items():
             found = best_of(
                 {"ours": ours(rows, correction), "verl": peers(rows, settings)}, repeats
             )
-            ratio = found["verl"] / found["ours"]
-            note(
-                f"{work}, {num_threads} thread(s): ours {found['ours']:.4f} s, "
-                f"verl {found['verl']:.4f} s, {ratio:.2f}x"
-            )
-            if num_threads == 2:
-                parts.append(part(f"{NAME}/{work}", found, "s", HOW))
-    growth = {
-        count: best_of({"ours": ours(make_rows(count), FULL)}, repeats)["ours"]
-        for count in (NUM_ROWS // 4, NUM_ROWS // 2, NUM_ROWS)
-    }
-    per_row = ", ".join(f"{n} rows {s:.4f} s ({1e3 * s / n:.3f} ms/row)" for n, s in growth.items())
-    note(f"ours, growth: {per_row}")
+            name = f"correction-vs-verl/{work}, {num_threads} threads"
+            yield row(name, *found.values(), "s", how=HOW)
+    for count in (NUM_ROWS // 4, NUM_ROWS // 2, NUM_ROWS):
+        seconds = best_of({"ours": ours(make_rows(count), FULL)}, repeats)["ours"]
+        note(f"ours, {count} rows: {seconds:.4f} s ({1e3 * seconds / count:.3f} ms/row)")
     told_apart = best_of({"ours": ours(rows, FULL, make_facts(NUM_ROWS))}, repeats)["ours"]
     note(f"ours with age, turn, position and kind of every token: {told_apart:.4f} s")
-    peaks = {side: peak_in_child(side) for side in ("ours", "verl")}
-    note(
-        ", ".join(
-            f"{side} {mib:.0f} MiB at its peak ({mib / BUFFER_MIB:.1f} buffers of a batch)"
-            for side, mib in peaks.items()
-        )
-    )
-    how = "MiB at the peak beyond the inputs, a process each, the same work in full"
-    parts.append(part(f"{NAME}/memory", peaks, "MiB", how))
-    full = next(p for p in parts if p["name"].endswith(FULL_WORK))
-    return {
-        **full,
-        "name": NAME,
-        "parts": parts,
-        "seconds_by_rows": growth,
-        "seconds_with_facts": told_apart,
-    }
-
-
-def part(name: str, found: dict[str, float], unit: str, how: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "ours": round(found["ours"], 4),
-        "peer": round(found["verl"], 4),
-        "unit": unit,
-        "ratio": round(found["verl"] / found["ours"], 3),
-        "better": "lower",
-        "how": how,
-    }
-
-
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print the JSON line alone on stdout")
-    parser.add_argument("--repeats", type=int, default=10, help="runs of each side that count")
-    parser.add_argument("--peak", choices=["ours", "verl"], help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    torch.set_num_threads(2)
-    if options.peak:
-        print(peak_of(options.peak))
-        return 0
-    if options.repeats < 1:
-        parser.error(f"--repeats={options.repeats} must be at least 1")
-    try:
-        load_verl()
-    except pytest.skip.Exception as reason:
-        note(f"cannot run: {reason}")
-        print(json.dumps({"name": NAME, "skipped": str(reason)}))
-        return CANNOT_RUN
-    print(json.dumps(compare(options.repeats)))
-    return 0
+    mine, theirs = (alone(peak_of, side) for side in ("ours", "verl"))
+    how = "beyond the inputs, a process each, the same work in full; in buffers of a batch: "
+    how += f"{mine / BUFFER_MIB:.1f} and {theirs / BUFFER_MIB:.1f}"
+    yield row("correction-vs-verl/memory", mine, theirs, "MiB", how=how)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(compare, short={"repeats": 2})

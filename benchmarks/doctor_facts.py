@@ -1,6 +1,6 @@
 """How fast the doctor is: facts in tokens per second and core, and a whole diagnosis of a file.
 
-    python benchmarks/doctor_facts.py [--tokens N] [--megabytes N] [--json]
+    python benchmarks/doctor_facts.py [--tokens N] [--megabytes N]
 
 Rows are agent rows of some hundred tokens in several turns, with messages, the engine's ids, both
 sides' log-probs, and dense noise. Time is processor time of one thread, without reading files; of
@@ -9,20 +9,18 @@ the file it is the time of `lockstep doctor` from its start to its verdict.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+from measuring import Row, main, note, row, seconds_of
 
 import numpy as np
-from measuring import row_of, show
 
 from lockstep.doctor.examine import examine
 from lockstep.doctor.facts.base import FACTS
@@ -91,7 +89,7 @@ def make_rows(renderer: ChatMLRenderer, num_tokens: int) -> Rows:
 def write_lines(rows: Rows, path: Path, num_bytes: int) -> int:
     """JSON lines of about this size; the number of tokens in them."""
     lines = []
-    for row, at in enumerate(rows.slices):
+    for number, at in enumerate(rows.slices):
         line = {
             "token_ids": rows.token_ids[at].tolist(),
             "loss_mask": rows.loss_mask[at].astype(int).tolist(),
@@ -101,7 +99,7 @@ def write_lines(rows: Rows, path: Path, num_bytes: int) -> int:
             values = getattr(rows, name)[at].tolist()
             line[name] = [None if x != x else round(x, 7) for x in values]
         assert rows.messages is not None, "they are made"
-        line["messages"] = [m.to_dict() for m in rows.messages[row] or ()]
+        line["messages"] = [m.to_dict() for m in rows.messages[number] or ()]
         lines.append(json.dumps(line) + "\n")
     size = tokens = 0
     with open(path, "w") as file:
@@ -114,48 +112,29 @@ def write_lines(rows: Rows, path: Path, num_bytes: int) -> int:
     return tokens
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=1_000_000)
-    parser.add_argument("--megabytes", type=int, default=100)
-    parser.add_argument("--json", action="store_true", help="stdout has the JSON line alone anyway")
-    words = parser.parse_args()
+def compare(*, tokens: int = 1_000_000, megabytes: int = 100) -> Iterator[Row]:
     model = locate_model("tiny-qwen3")
     renderer = ChatMLRenderer(Tokenizer.from_file(model))
-    rows = make_rows(renderer, words.tokens)
+    rows = make_rows(renderer, tokens)
     setting = Setting(tokenizer=renderer.tokenizer, stop_ids=frozenset(renderer.stop_ids))
-    found: dict[str, Any] = {"tokens": rows.num_tokens}
-    for name, one in FACTS.items():
-        if any(need not in rows.has | setting.has for need in one.needs):
-            continue
-        began = time.process_time()
-        list(one.look(rows, setting))
-        found[name] = round(rows.num_tokens / max(time.process_time() - began, 1e-9))
-    began = time.process_time()
-    examine(lambda: [rows], setting, has=rows.has, is_live=True)
-    found["all facts"] = round(rows.num_tokens / (time.process_time() - began))
-    found["goal"] = GOAL
-    if words.megabytes:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "rows.jsonl"
-            tokens = write_lines(rows, path, words.megabytes << 20)
-            command = [sys.executable, "-m", "lockstep.cli", "doctor", str(path), "--json",
-                       "--tokenizer", str(model)]  # fmt: skip
-            began = time.perf_counter()
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            found["file"] = {
-                "megabytes": words.megabytes, "tokens": tokens, "exit": done.returncode,
-                "seconds": round(time.perf_counter() - began, 1),
-            }  # fmt: skip
-    print(json.dumps(found, indent=1), file=sys.stderr)
-    parts = [row_of("the doctor's facts", found["all facts"], GOAL, "tokens/s", better="higher",
-                    how="one core; the peer is the goal")]  # fmt: skip
-    if words.megabytes:
-        seconds = found["file"]["seconds"]
-        parts.append(row_of(f"lockstep doctor, {words.megabytes} MB of JSON lines", seconds,
-                            MOST_SECONDS, "s", how="the peer is the goal"))  # fmt: skip
-    show("doctor_facts", parts)
+    for name, fact in FACTS.items():
+        if all(need in rows.has | setting.has for need in fact.needs):
+            seconds = seconds_of(lambda fact=fact: list(fact.look(rows, setting)))
+            note(f"{name}: {rows.num_tokens / max(seconds, 1e-9):,.0f} tokens/s")
+    seconds = seconds_of(lambda: examine(lambda: [rows], setting, has=rows.has, is_live=True))
+    yield row("the doctor's facts", rows.num_tokens / seconds, GOAL, "tokens/s", better="higher",
+              how="one core; the peer is the goal")  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.jsonl"
+        num_tokens = write_lines(rows, path, megabytes << 20)
+        words = ["lockstep.cli", "doctor", str(path), "--json", "--tokenizer", str(model)]
+        began = time.perf_counter()
+        done = subprocess.run([sys.executable, "-m", *words], capture_output=True, check=False)
+        seconds = time.perf_counter() - began
+    how = f"{num_tokens:,} tokens, exit code {done.returncode}; the peer is the goal"
+    yield row(f"lockstep doctor, {megabytes} MB of JSON lines", seconds,
+              MOST_SECONDS * megabytes / 100, "s", how=how)  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    main(compare, short={"tokens": 300_000, "megabytes": 20})

@@ -8,7 +8,7 @@ tokens, as an agent's do; generate runs until the longest has ended, the engine 
 the tokens of replies count. Each figure is the best of its runs:
 what else runs on the machine only ever adds time.
 
-    python benchmarks/engine_vs_transformers.py [--json] [--rounds N]
+    python benchmarks/engine_vs_transformers.py [--rounds N]
     python benchmarks/engine_vs_transformers.py --model smollm2-135m [--prompts 64] [--tokens 48]
 
 With --model, by name or directory: 64 prompts of examples/sums.py, other ones in each round, 48
@@ -18,33 +18,38 @@ median of the rounds' ratios, and the most memory that each process held (VmHWM)
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import json
-import math
-import os
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean, median
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+from measuring import (
+    ROOT,
+    Row,
+    Side,
+    answer_lines,
+    command_of,
+    main,
+    note,
+    peak_mib,
+    row,
+    seconds_of,
+)
+from measuring.sampling import requests_of, sample
 
 import numpy as np
 import torch
 import transformers
-from measuring import can_measure, peak_mib
-from step_vs_trl import READY, ROOT, note, run_in_turn
 
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.models.hf_io import load_checkpoint
 from lockstep.models.locate import locate_model
-from lockstep.types import Request, SamplingParams
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 32, 32, 128
 
@@ -57,6 +62,12 @@ LARGER = TINY | {
     "vocab_size": 16384, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.05,
 }  # fmt: skip
+CASES = {
+    "tiny gpt_oss": ("gpt_oss", TINY),
+    "tiny qwen3": ("qwen3", TINY),
+    "larger gpt_oss": ("gpt_oss", LARGER),
+    "larger qwen3": ("qwen3", LARGER),
+}
 NO_ENDS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
 
 
@@ -101,43 +112,7 @@ def run_peer(
         return torch.cat([logits.log_softmax(-1).gather(1, at) for logits, at in steps], 1)
 
 
-def run_ours(
-    engine: EmbeddedEngine,
-    prompts: np.ndarray,
-    *,
-    greedy: bool,
-    tag: str,
-    limits: np.ndarray | None = None,
-) -> list[Any]:
-
-    replies: dict[int, Any] = {}
-
-    async def reply(number: int) -> None:
-        limit = NEW_TOKENS if limits is None else int(limits[number])
-        request = Request(
-            id=f"{tag}/{number}",
-            prompt_ids=prompts[number].astype(np.int32),
-            sampling=SamplingParams(max_tokens=limit, temperature=0.0 if greedy else 1.0),
-            seed=number,
-        )
-        replies[number] = [delta async for delta in engine.generate(request)][-1]
-
-    async def all_of_them() -> None:
-        await asyncio.gather(*(reply(i) for i in range(len(prompts))))
-
-    # Python 3.11 formats the result of the main coroutine while it restores the signal handler
-    # (signal.signal tries it as an enum): nothing large may be returned through asyncio.run.
-    asyncio.run(all_of_them())
-    return [replies[i] for i in range(len(prompts))]
-
-
-def seconds(run: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
-
-
-def compare(name: str, kind: str, shape: dict[str, Any], threads: int, rounds: int) -> dict:
+def measure(kind: str, shape: dict[str, Any], threads: int, rounds: int) -> dict[str, float]:
     """Tokens/s of both sides, each the best of `rounds` runs taken in turn."""
     torch.set_num_threads(threads)
     peer = make_peer(kind, shape)
@@ -146,47 +121,38 @@ def compare(name: str, kind: str, shape: dict[str, Any], threads: int, rounds: i
         model = load_checkpoint(directory)
     engine = EmbeddedEngine(model, EmbeddedConfig(prefix_cache=False))
     rng = np.random.default_rng(0)
-
-    def prompts() -> np.ndarray:
-        return rng.integers(0, shape["vocab_size"], (NUM_PROMPTS, PROMPT_TOKENS))
-
-    same = prompts()
-    theirs = run_peer(peer, same[:4], greedy=True).numpy()
-    ours = [d.token_ids for d in run_ours(engine, same[:4], greedy=True, tag="check")]
-    agree = float((np.stack(ours) == theirs).mean())
-    if agree < 0.9:  # a tie that rounding decides sends the rest of one reply elsewhere
-        raise SystemExit(f"{name}: greedy tokens agree on {agree:.0%} only: not the same model.")
-    run_ours(engine, same, greedy=False, tag="warm")
-    run_peer(peer, same, greedy=False)
     limits = rng.integers(16, NEW_TOKENS + 1, NUM_PROMPTS)
     limits[0] = NEW_TOKENS
-    times: dict[str, list[float]] = {
-        "ours": [], "peer": [], "peer_with_logprobs": [], "ours_ragged": [],
-    }  # fmt: skip
-    for turn in range(rounds):
-        batch, tag = prompts(), f"turn {turn}"
+    num_calls = 0
+
+    def ours(prompts: np.ndarray, limits: Any = NEW_TOKENS, **how: float) -> list[Any]:
+        nonlocal num_calls
+        num_calls += 1
+        return sample(engine, requests_of(prompts, limits, tag=str(num_calls), **how))
+
+    batch = rng.integers(0, shape["vocab_size"], (NUM_PROMPTS, PROMPT_TOKENS))
+    theirs = run_peer(peer, batch[:4], greedy=True).numpy()
+    mine = np.stack([reply.token_ids for reply in ours(batch[:4], temperature=0.0)])
+    agree = float((mine == theirs).mean())
+    if agree < 0.9:  # a tie that rounding decides sends the rest of one reply elsewhere
+        raise SystemExit(f"{kind}: greedy tokens agree on {agree:.0%} only: not the same model.")
+    times: list[dict[str, float]] = []
+    for _ in range(rounds + 1):
         sides = {
-            "ours": partial(run_ours, engine, batch, greedy=False, tag=tag),
+            "ours": partial(ours, batch),
             "peer": partial(run_peer, peer, batch, greedy=False),
-            "ours_ragged": partial(
-                run_ours, engine, batch, greedy=False, tag=f"ragged {turn}", limits=limits
-            ),
+            "ours_ragged": partial(ours, batch, limits.tolist()),
             "peer_with_logprobs": partial(run_peer, peer, batch, greedy=False, logprobs=True),
         }
-        for side, run in sides.items():
-            times[side].append(seconds(run))
-    tokens = dict.fromkeys(times, NUM_PROMPTS * NEW_TOKENS) | {"ours_ragged": int(limits.sum())}
-    speed = {side: tokens[side] / min(t) for side, t in times.items()}
+        times.append({side: seconds_of(run, time.perf_counter) for side, run in sides.items()})
+        batch = rng.integers(0, shape["vocab_size"], batch.shape)
+    tokens = dict.fromkeys(sides, NUM_PROMPTS * NEW_TOKENS) | {"ours_ragged": int(limits.sum())}
+    speed = {side: tokens[side] / min(t[side] for t in times[1:]) for side in sides}
     # generate also computes tokens after the end of a reply.
     useful = speed["peer"] * limits.mean() / NEW_TOKENS
-    return {
-        "model": name,
-        "threads": threads,
-        **{side: round(value) for side, value in speed.items()},
-        "ratio": round(speed["ours"] / speed["peer"], 2),
-        "ratio_with_logprobs": round(speed["ours"] / speed["peer_with_logprobs"], 2),
-        "ratio_ragged": round(speed["ours_ragged"] / useful, 2),
-        "greedy_agreement": round(agree, 3),
+    return speed | {
+        "ratio_with_logprobs": speed["ours"] / speed["peer_with_logprobs"],
+        "ratio_ragged": speed["ours_ragged"] / useful,
     }
 
 
@@ -210,20 +176,11 @@ def sums_prompts(directory: Path, count: int) -> list[list[int]]:
 def own_round(directory: Path, tokens: int) -> Callable[[list[list[int]]], None]:
     engine = EmbeddedEngine(load_checkpoint(directory), EmbeddedConfig())
 
-    async def reply(at: int, prompt: list[int]) -> None:
-        request = Request(
-            id=f"{at}/{prompt}",
-            prompt_ids=np.array(prompt, np.int32),
-            sampling=SamplingParams(max_tokens=tokens, temperature=1.0),
-            seed=at,
-        )
-        found = [delta async for delta in engine.generate(request)][-1]
-        assert len(found.token_ids) == tokens, "no stop ids were given"
+    def play(prompts: list[list[int]]) -> None:
+        replies = sample(engine, requests_of(prompts, tokens, tag=str(time.time())))
+        assert all(len(r.token_ids) == tokens for r in replies), "no stop ids were given"
 
-    async def all_of_them(prompts: list[list[int]]) -> None:
-        await asyncio.gather(*(reply(at, prompt) for at, prompt in enumerate(prompts)))
-
-    return lambda prompts: asyncio.run(all_of_them(prompts))
+    return play
 
 
 def peer_round(directory: Path, tokens: int) -> Callable[[list[list[int]]], None]:
@@ -246,120 +203,95 @@ def peer_round(directory: Path, tokens: int) -> Callable[[list[list[int]]], None
     return play
 
 
-def run_side(side: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One side's rounds, each when a line comes on stdin."""
-    torch.set_num_threads(options.threads)
-    directory = locate_model(options.model)
-    total = options.rounds + 1  # the first is not counted
-    prompts = sums_prompts(directory, options.prompts * total)
-    play = (own_round if side == "ours" else peer_round)(directory, options.tokens)
-    steps = []
-    for at in range(total):
-        print(READY, flush=True)
-        sys.stdin.readline()
-        mine = prompts[at * options.prompts : (at + 1) * options.prompts]
-        steps.append({"seconds": seconds(partial(play, mine))})
-    return {"steps": steps, **({"peak_mib": peak_mib()} if can_measure() else {})}
+def run_side(
+    side: str, model: str, num_prompts: int, tokens: int, threads: int, rounds: int
+) -> None:
+    """One side: a round for each line on stdin."""
+    quiet()
+    torch.set_num_threads(threads)
+    directory = locate_model(model)
+    prompts = sums_prompts(directory, num_prompts * (rounds + 1))
+    play = (own_round if side == "ours" else peer_round)(directory, tokens)
+
+    def answer(number: int) -> dict[str, float]:
+        mine = prompts[number * num_prompts : (number + 1) * num_prompts]
+        return {"seconds": seconds_of(partial(play, mine), time.perf_counter), "mib": peak_mib()}
+
+    answer_lines(answer)
 
 
-def compare_sides(options: argparse.Namespace) -> dict[str, Any]:
-    """Runs both sides in turn and prints the figures. Returns the JSON line."""
-    common = [f"--{name}={getattr(options, name)}" for name in
-              ("model", "rounds", "prompts", "tokens", "threads")]  # fmt: skip
-    names = {"ours": "ours", "peer": "transformers"}
-    commands = {
-        side: [sys.executable, __file__, *common, "--side", side] for side in ("peer", "ours")
-    }
-    sides = run_in_turn(commands, options.rounds + 1)
-    amount = options.prompts * options.tokens
-    found: dict[str, dict[str, float]] = {}
-    for side, said in sides.items():
-        taken = [step["seconds"] for step in said["steps"]][1:]
-        found[side] = {
-            "tokens_per_second": amount / statistics.median(taken),
-            "peak_mib": said.get("peak_mib", math.nan),
+def compare_sides(model: str, prompts: int, tokens: int, threads: int, rounds: int) -> Row:
+    """Both sides in turn, after a round to warm up."""
+    with ExitStack() as stack:
+        sides = {
+            side: stack.enter_context(
+                Side(
+                    command_of(run_side, side, model, prompts, tokens, threads, rounds),
+                    environment={"HF_HUB_OFFLINE": "1"},
+                )
+            )
+            for side in ("peer", "ours")
         }
-        note(
-            f"  {names[side]:12} {found[side]['tokens_per_second']:7,.1f} tokens/s (a round "
-            f"{min(taken):.2f} to {max(taken):.2f} s), at most {found[side]['peak_mib']:,.0f} MiB"
-        )
-    pairs = zip(sides["peer"]["steps"], sides["ours"]["steps"], strict=True)
-    ratios = [theirs["seconds"] / mine["seconds"] for theirs, mine in pairs][1:]
-    memory = found["peer"]["peak_mib"] / found["ours"]["peak_mib"]
-    note(f"  ratio {statistics.median(ratios):.2f} of speed, {memory:.2f} of memory")
-    return {
-        "name": f"engine_vs_transformers/{Path(options.model).name}",
-        "ours": round(found["ours"]["tokens_per_second"], 1),
-        "peer": round(found["peer"]["tokens_per_second"], 1),
-        "unit": "sampled tokens/s",
-        "ratio": round(statistics.median(ratios), 2),
-        "better": "higher",
-        "how": f"{options.prompts} prompts of examples/sums.py x {options.tokens} new tokens, "
-        f"{options.threads} thread(s), median of {options.rounds} rounds in turn after one for "
-        f"warm-up, a process each; transformers {transformers.__version__}, no log-probs there",
-        "memory_ratio": round(memory, 2),
-        "sides": found,
-    }
+        said = [{name: side.ask(at) for name, side in sides.items()} for at in range(rounds + 1)]
+    seconds = {side: [turn[side]["seconds"] for turn in said[1:]] for side in sides}
+    mib = {side: said[-1][side]["mib"] for side in sides}
+    for side in sides:
+        note(f"{side}: a round {min(seconds[side]):.2f} to {max(seconds[side]):.2f} s, at most "
+             f"{mib[side]:,.0f} MiB")  # fmt: skip
+    ratio = median(b / a for a, b in zip(seconds["ours"], seconds["peer"], strict=True))
+    speed = {side: prompts * tokens / median(taken) for side, taken in seconds.items()}
+    name = f"engine_vs_transformers/{Path(model).name}"
+    return row(name, speed["ours"], speed["peer"], "sampled tokens/s", better="higher", how=(
+        f"{prompts} prompts of examples/sums.py x {tokens} new tokens, {threads} thread(s), median "
+        f"of {rounds} rounds in turn after one for warm-up, a process each: median of the rounds' "
+        f"ratios {ratio:.2f}, of memory {mib['peer'] / mib['ours']:.2f}; transformers "
+        f"{transformers.__version__}, no log-probs there"
+    ))  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print the last line only")
-    parser.add_argument("--rounds", type=int, default=8, help="runs of each side per case")
-    parser.add_argument("--model", metavar="NAME", help="a pretrained model, by name or directory")
-    parser.add_argument("--prompts", type=int, default=64, help="with --model: prompts per round")
-    parser.add_argument("--tokens", type=int, default=48, help="with --model: tokens per reply")
-    parser.add_argument("--threads", type=int, default=1, help="with --model: threads per side")
-    parser.add_argument("--side", choices=("ours", "peer"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
+def quiet() -> None:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    if options.side:
-        print(json.dumps(run_side(options.side, options)))
+
+
+def compare(
+    *,
+    rounds: int = 8,
+    only: tuple[str, ...] = tuple(CASES),
+    model: str = "",
+    prompts: int = 64,
+    tokens: int = 48,
+    threads: int = 1,
+) -> Iterator[Row]:
+    """The last four options belong to a pretrained model, by name or directory."""
+    quiet()
+    if model:
+        yield compare_sides(model, prompts, tokens, threads, rounds)
         return
-    if options.model:
-        print(json.dumps(compare_sides(options)))
-        return
-    cases = [
-        ("tiny gpt_oss", "gpt_oss", TINY), ("tiny qwen3", "qwen3", TINY),
-        ("larger gpt_oss", "gpt_oss", LARGER), ("larger qwen3", "qwen3", LARGER),
-    ]  # fmt: skip
-    rows = []
-    for name, kind, shape in cases:
-        rounds = options.rounds if shape is TINY else max(1, options.rounds // 4)
-        for threads in (1, 2):
-            row = compare(name, kind, shape, threads, rounds)
-            rows.append(row)
-            if not options.json:
-                print(
-                    f"{name:15} {threads} thread{'s' * (threads > 1):1}  ours {row['ours']:7,} "
-                    f"tokens/s  transformers {row['peer']:7,}  ratio {row['ratio']:.2f}  "
-                    f"(with log-probs {row['ratio_with_logprobs']:.2f}, "
-                    f"ragged {row['ratio_ragged']:.2f})",
-                    flush=True,
-                )
-    tiny = [row for row in rows if row["model"].startswith("tiny")]
-    mean = {
-        side: math.exp(sum(math.log(row[side]) for row in tiny) / len(tiny))
-        for side in ("ours", "peer")
-    }
-    print(
-        json.dumps(
-            {
-                "name": "engine_vs_transformers",
-                "ours": round(mean["ours"]),
-                "peer": round(mean["peer"]),
-                "unit": "sampled tokens/s",
-                "ratio": round(mean["ours"] / mean["peer"], 2),
-                "better": "higher",
-                "how": f"{NUM_PROMPTS} prompts x {NEW_TOKENS} new tokens, geometric mean over both "
-                f"tiny models with one and two threads, best of {options.rounds} runs in turn; "
-                f"transformers {transformers.__version__}, which records no log-probs here",
-                "cases": rows,
-            }
+    speeds: list[dict[str, float]] = []
+    for name in only:
+        kind, shape = CASES[name]
+        num_rounds = rounds if shape is TINY else max(1, rounds // 4)
+        for num_threads in (1, 2):
+            found = measure(kind, shape, num_threads, num_rounds)
+            speeds += [found] * (shape is TINY)
+            how = (
+                f"{NUM_PROMPTS} prompts x {NEW_TOKENS} new tokens, best of {num_rounds} runs in "
+                f"turn; ratio with log-probs {found['ratio_with_logprobs']:.2f}, ragged "
+                f"{found['ratio_ragged']:.2f}"
+            )
+            where = f"engine_vs_transformers, {name}, {num_threads} thread(s)"
+            both = found["ours"], found["peer"]
+            yield row(where, *both, "sampled tokens/s", better="higher", how=how)
+    if speeds:
+        both = (geometric_mean(speed[side] for speed in speeds) for side in ("ours", "peer"))
+        how = (
+            "geometric mean over the tiny models with one and two threads; transformers "
+            f"{transformers.__version__}, which records no log-probs here"
         )
-    )
+        name = "engine_vs_transformers, tiny models"
+        yield row(name, *both, "sampled tokens/s", better="higher", how=how)
 
 
 if __name__ == "__main__":
-    main()
+    main(compare, short={"rounds": 1, "only": ("tiny gpt_oss", "tiny qwen3")})

@@ -7,29 +7,27 @@ of its own, the contract's ops; so does Lockstep's decoder inside vLLM. transfor
 continuous batching. Each figure is the best processor time of a whole batch, after a batch to warm
 up.
 
-    .venv-vllm/bin/python benchmarks/engine_vs_vllm.py [--json] [--rounds N] [--only TEXT]
+    .venv-vllm/bin/python benchmarks/engine_vs_vllm.py [--rounds N] [--only MODEL ...]
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import importlib.metadata
 import json
-import math
 import os
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
+from itertools import chain, count, product
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
+from measuring import CannotRun, Row, SideFailed, alone, main, note, row, seconds_of
+
 os.environ |= {
-    "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR",
 }  # fmt: skip
 
@@ -89,12 +87,13 @@ def save(name: str, directory: Path) -> None:
 
 
 def embedded(directory: Path, dtype: str, *, is_under_contract: bool) -> Generate:
+    from measuring.sampling import requests_of, sample
+
     from lockstep.engines.config import EmbeddedConfig
     from lockstep.engines.embedded.engine import EmbeddedEngine
     from lockstep.models.hf_io import load_checkpoint
     from lockstep.ops.invariant import ask_for_reproducible_gemm
     from lockstep.ops.selftest import prove
-    from lockstep.types import Request, SamplingParams
 
     if is_under_contract:
         ask_for_reproducible_gemm()
@@ -105,21 +104,11 @@ def embedded(directory: Path, dtype: str, *, is_under_contract: bool) -> Generat
             raise SystemExit(f"the contract cannot be kept: {proof.failure}")
         model.ops = proof.ops
     engine = EmbeddedEngine(model, EmbeddedConfig(prefix_cache=False))
-    sampling = SamplingParams(max_tokens=NEW_TOKENS)
-    num_runs = 0
-
-    async def reply(name: str, ids: np.ndarray, seed: int) -> None:
-        request = Request(id=name, prompt_ids=ids, sampling=sampling, seed=seed)
-        async for delta in engine.generate(request):
-            assert len(delta.token_ids) == NEW_TOKENS, "no end token, no early end"
-
-    async def all_of(prompts: np.ndarray) -> None:
-        await asyncio.gather(*(reply(f"{num_runs}/{i}", ids, i) for i, ids in enumerate(prompts)))
+    numbers = count()
 
     def generate(prompts: np.ndarray) -> None:
-        nonlocal num_runs
-        num_runs += 1
-        asyncio.run(all_of(prompts.astype(np.int32)))
+        replies = sample(engine, requests_of(prompts, NEW_TOKENS, tag=str(next(numbers))))
+        assert all(len(r.token_ids) == NEW_TOKENS for r in replies), "no end token, no early end"
 
     return generate
 
@@ -189,118 +178,61 @@ def make(side: str, directory: Path, dtype: str) -> Generate:
     return embedded(directory, dtype, is_under_contract=side == "embedded contract")
 
 
-def measure(side: str, directory: Path, dtype: str, rounds: int) -> dict[str, float]:
+def measure(side: str, place: str, dtype: str, rounds: int) -> list[float]:
     """Tokens per processor second, for each batch."""
+    directory = Path(place)
     generate = make(side, directory, dtype)
     torch.set_num_threads(1)
     vocab_size = json.loads((directory / "config.json").read_text())["vocab_size"]
     rng = np.random.default_rng(0)
-    found: dict[str, float] = {}
+    found: list[float] = []
     for batch in BATCHES:
-        seconds = []
-        for _ in range(rounds + 1):
-            prompts = rng.integers(0, vocab_size, (batch, PROMPT_TOKENS))
-            began = time.process_time()
-            generate(prompts)
-            seconds.append(time.process_time() - began)
-        found[str(batch)] = batch * NEW_TOKENS / min(seconds[1:])
+        prompts = rng.integers(0, vocab_size, (rounds + 1, batch, PROMPT_TOKENS))
+        seconds = [seconds_of(partial(generate, of_a_round)) for of_a_round in prompts]
+        found.append(batch * NEW_TOKENS / min(seconds[1:]))
     return found
 
 
-# -- the table --------------------------------------------------------------------------------
+def speeds_of(name: str, dtype: str, rounds: int) -> tuple[list[float], list[float]]:
+    """(embedded, vLLM) of each batch. Prints all sides: one that fails is left out."""
+    found: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        save(name, Path(directory))
+        for side in SIDES:
+            try:
+                found[side] = alone(measure, side, directory, dtype, rounds)
+            except SideFailed as error:
+                if side in ("embedded", "vllm"):
+                    raise
+                note(f"  {side:18} did not run: {str(error).splitlines()[-1]}")
+    note(f"{name}, {dtype}: tokens per processor second (times vLLM's)")
+    for side, speeds in found.items():
+        cells = (
+            f"batch {batch:>2} {speed:8,.0f} ({speed / peer:5.2f})"
+            for batch, speed, peer in zip(BATCHES, speeds, found["vllm"], strict=True)
+        )
+        note(f"  {side:18} {'   '.join(cells)}")
+    return found["embedded"], found["vllm"]
 
 
-def in_process_of_its_own(
-    side: str, directory: Path, dtype: str, rounds: int
-) -> dict[str, float] | str:
-    """The result of `measure`, or the reason for its failure."""
-    command = [sys.executable, __file__, "--measure", side, str(directory), dtype, str(rounds)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        return (done.stderr.strip().splitlines() or ["no output"])[-1]
-    return json.loads(lines[-1])
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print the last line only")
-    parser.add_argument("--rounds", type=int, default=3, help="timed runs of each batch")
-    parser.add_argument("--only", default="", help="models whose name has this in it")
-    parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.measure:
-        side, directory, dtype, rounds = options.measure
-        print(json.dumps(measure(side, Path(directory), dtype, int(rounds))))
-        return
-    name = Path(__file__).stem
+def compare(*, rounds: int = 3, only: tuple[str, ...] = tuple(MODELS)) -> Iterator[Row]:
     if find_spec("vllm") is None:
-        print(json.dumps({"name": name, "skipped": "no vLLM here; see `make test-vllm`"}))
-        return
-    cases = []
-    for model in [name for name in MODELS if options.only in name]:
-        with tempfile.TemporaryDirectory() as directory:
-            save(model, Path(directory))
-            for dtype in DTYPES:
-                found = {
-                    side: in_process_of_its_own(side, Path(directory), dtype, options.rounds)
-                    for side in SIDES
-                }
-                cases.append({"model": model, "dtype": dtype, **found})
-                if not options.json:
-                    show(cases[-1])
-    versions = ", ".join(
-        f"{package} {importlib.metadata.version(package)}" for package in ("transformers", "torch")
-    )
-    parts = [
-        part_of(f"{name} {dtype}", [c for c in cases if c["dtype"] == dtype], versions)
-        for dtype in DTYPES
-    ]
-    print(json.dumps({"name": name, "parts": parts, "cases": cases}))
-
-
-def show(case: dict[str, Any]) -> None:
-    print(f"{case['model']}, {case['dtype']}: tokens per processor second (times vLLM's)")
-    for side in SIDES:
-        found, peer = case[side], case["vllm"]
-        if isinstance(found, str):
-            print(f"  {side:18} did not run: {found}")
-            continue
-        cells = [
-            f"batch {batch:>2} {found[batch]:8,.0f}"
-            + ("" if isinstance(peer, str) else f" ({found[batch] / peer[batch]:5.2f})")
-            for batch in map(str, BATCHES)
-        ]
-        print(f"  {side:18} " + "   ".join(cells), flush=True)
-
-
-def part_of(name: str, cases: list[dict[str, Any]], versions: str) -> dict[str, Any]:
-    """A row of `make bench`: geometric means, and the least ratio of a model and batch."""
-    for case in cases:
-        for side in ("embedded", "vllm"):
-            if isinstance(case[side], str):
-                raise SystemExit(f"{case['model']}, {case['dtype']}: {side}: {case[side]}")
-    pairs = [
-        (case["embedded"][batch], case["vllm"][batch])
-        for case in cases
-        for batch in map(str, BATCHES)
-    ]
-    ours, peer = (
-        math.exp(sum(map(math.log, values)) / len(pairs)) for values in zip(*pairs, strict=True)
-    )
-    least = min(a / b for a, b in pairs)
-    dtype = cases[0]["dtype"]
-    return {
-        "name": name,
-        "ours": round(ours),
-        "peer": round(peer),
-        "unit": "sampled tokens/processor second",
-        "ratio": round(ours / peer, 2),
-        "better": "higher",
-        "how": f"geometric mean over {len(cases)} models and batches of {BATCHES}; the least of "
-        f"the {len(pairs)} ratios is {least:.2f}, asked for is {FLOORS[dtype]}; {versions}",
-    }
+        raise CannotRun("no vLLM here; see `make test-vllm`")
+    packages = ("transformers", "torch")
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    sides: dict[str, list[tuple[list[float], list[float]]]] = {dtype: [] for dtype in DTYPES}
+    for name, dtype in product(only, DTYPES):
+        sides[dtype].append(speeds_of(name, dtype, rounds))
+    for dtype, found in sides.items():
+        ours, peer = (list(chain(*of_side)) for of_side in zip(*found, strict=True))
+        least = min(a / b for a, b in zip(ours, peer, strict=True))
+        how = (
+            f"geometric mean over {len(only)} models and batches of {BATCHES}; the least ratio is "
+            f"{least:.2f}, asked for is {FLOORS[dtype]}; {versions}"
+        )
+        yield row(f"engine_vs_vllm {dtype}", geometric_mean(ours), geometric_mean(peer),
+                  "sampled tokens/processor second", better="higher", how=how)  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    main(compare, short={"rounds": 1, "only": ("tiny qwen3",)})

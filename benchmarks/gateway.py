@@ -11,29 +11,25 @@ The load tool is wrk, with a script that keeps 64 dialogues going, if it is in P
 else an asyncio client of aiohttp. The peer is the same load on a bare aiohttp server that reads the
 same JSON, waits the same time and answers with the same bytes: a lower bound for Python gateways.
 
-    python benchmarks/gateway.py [--json] [--seconds N] [--latency-ms N] [--tool wrk|aiohttp]
+    python benchmarks/gateway.py [--seconds N] [--latency-ms N] [--tool wrk|aiohttp]
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import itertools
 import json
 import os
-import resource
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+from measuring import Row, Side, command_of, main, note, resident_bytes, row
 
 import numpy as np
 from aiohttp import ClientSession, TCPConnector, web
@@ -49,7 +45,6 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.testing.engines import FakeEngine
 from lockstep.types import Delta, Message, Request, SamplingParams, Task, Trajectory
 
-NAME = "gateway"
 NUM_AGENTS = 64
 NUM_TURNS = 16
 """Turns of a dialogue of the load."""
@@ -57,7 +52,6 @@ SPREAD_SECONDS = 0.5
 """Over which the agents of the load begin."""
 LONG_TURNS = 128
 MODEL = "model"
-GOAL_MS = 3.0
 HOW = (
     "milliseconds that a turn takes beyond the engine's own time, median over 64 agents at the "
     "same time; peer: a bare aiohttp server that reads the same JSON and answers with a constant"
@@ -159,17 +153,20 @@ async def bare_server(*, seconds: float) -> str:
     return f"http://{host}:{port}"
 
 
-async def serve(kind: str, seconds: float) -> None:
+def serve(kind: str, seconds: float) -> None:
     """Prints the address, and serves until it is killed. Runs in a process of its own."""
-    if kind == "ours":
-        server = make_server(seconds=seconds)
-        await server.start()
-        url = server.url
-    else:
-        url = await bare_server(seconds=seconds)
-    print(url, flush=True)
-    while True:
-        await asyncio.sleep(3600)
+
+    async def forever() -> None:
+        if kind == "ours":
+            server = make_server(seconds=seconds)
+            await server.start()
+            url = server.url
+        else:
+            url = await bare_server(seconds=seconds)
+        print(json.dumps({"url": url}), flush=True)
+        await asyncio.Event().wait()
+
+    asyncio.run(forever())
 
 
 # -- the load -------------------------------------------------------------------------------------
@@ -287,44 +284,36 @@ async def by_aiohttp(url: str, sessions: list[str], seconds: float) -> dict[str,
     }
 
 
-def cpu_seconds(pid: int) -> float:
-    times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(times[11]) + int(times[12])) / os.sysconf("SC_CLK_TCK")
+async def new_session(client: ClientSession, url: str) -> dict[str, Any]:
+    async with client.post(f"{url}/sessions") as response:
+        return await response.json()
 
 
 def load(kind: str, *, tool: str, seconds: float, latency: float) -> dict[str, float]:
     """A server in a process of its own under the load; the engine's time is taken off."""
-    command = [sys.executable, __file__, "--serve", kind, "--latency-ms", str(latency * 1e3)]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        url = server.stdout.readline().strip()
+    with Side(command_of(serve, kind, latency)) as server:
+        url = server.first["url"]
 
         async def made() -> list[str]:
             async with ClientSession() as client:
-                found = []
-                for _ in range(NUM_AGENTS):
-                    async with client.post(f"{url}/sessions") as response:
-                        found.append((await response.json())["id"])
-                return found
+                return [(await new_session(client, url))["id"] for _ in range(NUM_AGENTS)]
 
         sessions = asyncio.run(made())
-        before = cpu_seconds(server.pid)  # of its start
+        before = server.cpu_seconds()  # of its start
         if tool == "aiohttp":
             found = asyncio.run(by_aiohttp(url, sessions, seconds))
         else:
             found = by_wrk(tool, url, sessions, seconds)
-        found["cpu_ms"] = 1e3 * (cpu_seconds(server.pid) - before) / found["requests"]
-    finally:
-        server.kill()
-        server.wait()
+        found["cpu_ms"] = 1e3 * (server.cpu_seconds() - before) / found["requests"]
     if found["errors"]:
         raise SystemExit(f"{kind}: {found['errors']} of {found['requests']} requests failed.")
-    return {
-        **found,
-        "median_ms": found["median_ms"] - latency * 1e3,
-        "p99_ms": found["p99_ms"] - latency * 1e3,
-    }
+    for name in ("median_ms", "p99_ms"):
+        found[name] -= latency * 1e3
+    note(
+        f"  {kind}: median {found['median_ms']:6.2f} ms, p99 {found['p99_ms']:6.2f} ms, CPU "
+        f"{found['cpu_ms']:.2f} ms a request, {found['requests']:.0f} requests"
+    )
+    return found
 
 
 # -- conversations --------------------------------------------------------------------------------
@@ -339,8 +328,7 @@ async def converse(num_conversations: int) -> dict[str, float]:
     found: dict[str, float] = {}
     async with ClientSession() as client:
         for at in range(num_conversations):
-            async with client.post(f"{server.url}/sessions") as response:
-                made = await response.json()
+            made = await new_session(client, server.url)
             before = tokenizer.num_encoded
             said = [{"role": "system", "content": SYSTEM}]
             times = []
@@ -369,9 +357,7 @@ async def converse(num_conversations: int) -> dict[str, float]:
                 "last_turns_cpu_ms": 1e3 * float(np.mean(times[-16:])),
             }
             gc.collect()
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-            size = pages * resource.getpagesize()
-            known[at] = ((at + 1) * num_path, size)
+            known[at] = ((at + 1) * num_path, resident_bytes("VmRSS"))
     await server.close()
     (first, small), (last, large) = known[num_conversations // 2 - 1], known[num_conversations - 1]
     found["bytes_per_token"] = (large - small) / (last - first)
@@ -381,64 +367,29 @@ async def converse(num_conversations: int) -> dict[str, float]:
 # -- all of it ------------------------------------------------------------------------------------
 
 
-def compare(*, tool: str, seconds: float, latency: float) -> dict[str, Any]:
-    note(f"load by {tool}: {NUM_AGENTS} agents, {seconds:g} s, the engine takes {latency:g} s")
+def compare(
+    *, seconds: float = 20.0, latency_ms: float = 500.0, tool: str = "", conversations: int = 16
+) -> Iterator[Row]:
+    tool = tool or os.environ.get("WRK") or shutil.which("wrk") or "aiohttp"
+    note(f"load by {tool}: {NUM_AGENTS} agents, {seconds:g} s, the engine takes {latency_ms:g} ms")
     ours, peer = (
-        load(kind, tool=tool, seconds=seconds, latency=latency) for kind in ("ours", "bare")
+        load(kind, tool=tool, seconds=seconds, latency=latency_ms / 1e3)
+        for kind in ("ours", "bare")
     )
-    for name, found in (("gateway", ours), ("bare aiohttp", peer)):
-        note(
-            f"  {name:14s} median {found['median_ms']:6.2f} ms, p99 {found['p99_ms']:6.2f} ms, "
-            f"CPU {found['cpu_ms']:.2f} ms a request, {found['requests']:.0f} requests"
-        )
-    talk = asyncio.run(converse(16))
+    yield row("gateway", ours["median_ms"], peer["median_ms"], "ms", how=f"{HOW}; {tool}")
+    talk = asyncio.run(converse(conversations))
     note(
         f"{LONG_TURNS} turns: {talk['encoded_tokens']:.0f} tokens encoded "
         f"({talk['tokenizer_tokens']:.0f} by the tokenizer's own count, the rest are control "
-        f"tokens), {talk['new_tokens']:.0f} were new, {talk['path_tokens']:.0f} in the last path"
-    )
-    note(
+        f"tokens), {talk['new_tokens']:.0f} were new, {talk['path_tokens']:.0f} in the last path\n"
         f"  CPU of a turn, client included: {talk['first_turns_cpu_ms']:.2f} ms of the first 16, "
         f"{talk['last_turns_cpu_ms']:.2f} ms of the last (bodies of "
-        f"{talk['last_body_bytes'] / 1e3:.0f} kB)"
+        f"{talk['last_body_bytes'] / 1e3:.0f} kB)\n"
+        f"memory: {talk['bytes_per_token']:.1f} bytes for each token stored"
     )
-    note(f"memory: {talk['bytes_per_token']:.1f} bytes for each token stored")
-    return {
-        "name": NAME,
-        "ours": round(ours["median_ms"], 3),
-        "peer": round(peer["median_ms"], 3),
-        "unit": "ms",
-        "ratio": round(peer["median_ms"] / ours["median_ms"], 3),
-        "better": "lower",
-        "how": HOW,
-        "tool": Path(tool).name,
-        "goal_ms": GOAL_MS,
-        "load": {"ours": ours, "peer": peer},
-        "conversation": talk,
-    }
-
-
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print the JSON line alone on stdout")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each load")
-    parser.add_argument("--latency-ms", type=float, default=500.0, help="of the engine, each turn")
-    parser.add_argument("--tool", default="", help="wrk, its path, or aiohttp; default: see above")
-    parser.add_argument("--serve", choices=("ours", "bare"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    latency = options.latency_ms / 1e3
-    if options.serve:
-        asyncio.run(serve(options.serve, latency))
-    tool = options.tool or os.environ.get("WRK") or shutil.which("wrk") or "aiohttp"
-    print(json.dumps(compare(tool=tool, seconds=options.seconds, latency=latency)))
-    return 0
+    yield row(f"gateway, tokens encoded in {LONG_TURNS} turns", talk["encoded_tokens"],
+              talk["path_tokens"], "tokens", how="peer: all tokens of the last path")  # fmt: skip
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(compare, short={"seconds": 4.0, "conversations": 4})

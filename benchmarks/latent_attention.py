@@ -1,6 +1,6 @@
 """Latent attention over cached latents against the form that unfolds keys and values.
 
-    OMP_NUM_THREADS=1 python benchmarks/latent_attention.py
+    python benchmarks/latent_attention.py
 
 Prints the bytes of the cache per token and layer, of DeepSeek V3's config and of the timed one;
 then CPU seconds of one layer's attention under the contract's ops, of a decode step (8 sequences
@@ -11,16 +11,15 @@ value for each head. Medians of rounds that alternate.
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
-from typing import Any
+
+from measuring import Row, in_turn, main, row, seconds_of
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from measuring import row_of, show
 
 from lockstep.models.attention import rope_table
 from lockstep.models.attention_config import LatentShape
@@ -125,49 +124,29 @@ def step_of(layer: LatentAttention) -> Callable[[], object]:
     return step
 
 
-def cpu_seconds(work: Callable[[], object]) -> float:
-    began = time.process_time()
-    work()
-    return time.process_time() - began
+def milliseconds(rounds: int, *sides: Callable[[], object]) -> list[float]:
+    """The median of each side, after a call that warms up."""
+    timed = {str(at): partial(seconds_of, side) for at, side in enumerate(sides)}
+    return [1e3 * median(taken[1:]) for taken in in_turn(rounds + 1, timed).values()]
 
 
-def compare(
-    what: str, rounds: int, latent: Callable[[], object], other: Callable[[], object]
-) -> dict[str, Any]:
-    for first in (latent, other):
-        first()
-    taken = [(cpu_seconds(latent), cpu_seconds(other)) for _ in range(rounds)]
-    ours, theirs = (1e3 * median(side) for side in zip(*taken, strict=True))
-    return row_of(f"latent attention, {what}", ours, theirs, "ms", how="latents against unfolded")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, nargs="*", default=[512, 2048])
-    parser.add_argument("--json", action="store_true", help="stdout has the JSON line alone anyway")
-    args = parser.parse_args()
-    parts: list[dict[str, Any]] = []
+def compare(*, rounds: int = 5, tokens: tuple[int, ...] = (512, 2048)) -> Iterator[Row]:
+    how = "latents against unfolded"
     for name, config in (("DeepSeek V3", DEEPSEEK_V3), ("timed", TIMED)):
         ours = config.cached_per_token * DTYPE.itemsize
-        unfolded = 2 * config.num_heads * config.head_dim * DTYPE.itemsize
-        parts.append(row_of(f"cache of {name}", ours, unfolded, "bytes per token and layer",
-                            how="latents against unfolded"))  # fmt: skip
+        theirs = 2 * config.num_heads * config.head_dim * DTYPE.itemsize
+        yield row(f"cache of {name}", ours, theirs, "bytes per token and layer", how=how)
     latent, unfolded = make(LatentAttention), make(Unfolded)
     found, wanted = (train(layer, 64).detach().float() for layer in (latent, unfolded))
     distance = float((found - wanted).norm() / wanted.norm())
     assert distance < 0.02, f"the forms differ by {distance:.2g}: roundings of bfloat16 do not"
-    decoded = f"decode step, {BATCH} sequences of {LENGTH:,} tokens"
-    parts.append(compare(decoded, 4 * args.rounds, step_of(latent), step_of(unfolded)))
-    for num_tokens in args.tokens:
-
-        def of(layer: LatentAttention, num_tokens: int = num_tokens) -> Callable[[], object]:
-            return lambda: train(layer, num_tokens)
-
-        what = f"training pass of {num_tokens:,} tokens"
-        parts.append(compare(what, args.rounds, of(latent), of(unfolded)))
-    show("latent_attention", parts)
+    decoded = f"latent attention, decode step, {BATCH} sequences of {LENGTH:,} tokens"
+    taken = milliseconds(4 * rounds, step_of(latent), step_of(unfolded))
+    yield row(decoded, *taken, "ms", how=how)
+    for count in tokens:
+        taken = milliseconds(rounds, *(partial(train, side, count) for side in (latent, unfolded)))
+        yield row(f"latent attention, training pass of {count:,} tokens", *taken, "ms", how=how)
 
 
 if __name__ == "__main__":
-    main()
+    main(compare, short={"rounds": 2, "tokens": (512,)})

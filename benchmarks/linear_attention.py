@@ -1,6 +1,6 @@
 """The gated delta rule against transformers' torch forms, side by side in one process.
 
-    OMP_NUM_THREADS=1 python benchmarks/linear_attention.py
+    python benchmarks/linear_attention.py
 
 Training: forward and backward of one row of 16,384 tokens, 4 value heads of 128 (a model 512 wide),
 against `torch_chunk_gated_delta_rule`, in CPU seconds and in peak memory (each in a process of its
@@ -12,23 +12,15 @@ the sequences.
 
 from __future__ import annotations
 
-import argparse
-import subprocess
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from functools import partial
 from statistics import median
-from typing import Any
+
+from measuring import Row, alone, in_turn, main, peak_mib, row, seconds_of
 
 import numpy as np
 import torch
-from measuring import peak_mib, row_of, show
-from transformers.models.qwen3_next.modeling_qwen3_next import (
-    torch_chunk_gated_delta_rule as their_chunks,
-)
-from transformers.models.qwen3_next.modeling_qwen3_next import (
-    torch_recurrent_gated_delta_rule as their_step,
-)
+from transformers.models.qwen3_next import modeling_qwen3_next as peer
 
 from lockstep.ops.chunks import States, StateStep
 from lockstep.ops.context import PackedContext, PagedContext
@@ -54,14 +46,14 @@ def train(is_ours: bool, num_tokens: int) -> None:
         out = InvariantOps().delta_rule(*parts, 0, PackedContext.of([num_tokens]))
     else:
         batch = [x[None] for x in parts]
-        out, _ = their_chunks(*batch, use_qk_l2norm_in_kernel=True)
+        out, _ = peer.torch_chunk_gated_delta_rule(*batch, use_qk_l2norm_in_kernel=True)
     out.sum().backward()
 
 
-def cpu_seconds(run: Callable[[], object]) -> float:
-    began = time.process_time()
-    run()
-    return time.process_time() - began
+def peak_of(is_ours: bool, num_tokens: int) -> float:
+    before = peak_mib()
+    train(is_ours, num_tokens)
+    return peak_mib() - before
 
 
 def decode_seconds(is_ours: bool, batch: int) -> float:
@@ -73,16 +65,15 @@ def decode_seconds(is_ours: bool, batch: int) -> float:
         def run() -> None:
             nonlocal state
             for token in tokens:
-                parts = [x[:, None] for x in token]
-                _, state = their_step(
-                    *parts,
+                _, state = peer.torch_recurrent_gated_delta_rule(
+                    *(x[:, None] for x in token),
                     initial_state=state,
                     output_final_state=True,
                     use_qk_l2norm_in_kernel=True,
                 )
 
         with torch.inference_mode():
-            return cpu_seconds(run) / CHUNK
+            return seconds_of(run) / CHUNK
     ops, empty = InvariantOps(), torch.empty(0)
     tail = (1, 1)
     states = States.zeros(1, batch, heads=(G, H), widths=(K, V), tail=tail, dtype=torch.float32)
@@ -99,41 +90,21 @@ def decode_seconds(is_ours: bool, batch: int) -> float:
             ops.delta_rule(*token, 0, PagedContext(empty, empty, empty, states=step))
 
     with torch.inference_mode():
-        return cpu_seconds(run_ours) / CHUNK
+        return seconds_of(run_ours) / CHUNK
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--memory", choices=["ours", "theirs"], help=argparse.SUPPRESS)
-    parser.add_argument("--json", action="store_true", help="stdout has the JSON line alone anyway")
-    args = parser.parse_args()
-    parts: list[dict[str, Any]] = []
-    if args.memory:
-        before = peak_mib()
-        train(args.memory == "ours", args.tokens)
-        print(peak_mib() - before)
-        return
-    rounds = range(args.rounds)
-    taken = [[cpu_seconds(lambda side=side: train(side, args.tokens)) for side in (True, False)]
-             for _ in rounds]  # fmt: skip
-    ours, theirs = (median(side) for side in zip(*taken, strict=True))
-    trained = f"linear attention, forward and backward of {args.tokens:,} tokens"
-    parts.append(row_of(trained, ours, theirs, "CPU s", how="against transformers"))
-    command = [sys.executable, __file__, "--tokens", str(args.tokens), "--memory"]
-    ours, theirs = (
-        float(subprocess.run([*command, side], check=True, capture_output=True, text=True).stdout)
-        for side in ("ours", "theirs")
-    )
-    parts.append(row_of(f"{trained}, peak memory", ours, theirs, "MiB", how="against transformers"))
+def compare(*, tokens: int = 16384, rounds: int = 3) -> Iterator[Row]:
+    how = "against transformers"
+    trained = f"linear attention, forward and backward of {tokens:,} tokens"
+    sides = {str(side): partial(seconds_of, partial(train, side, tokens)) for side in (True, False)}
+    yield row(trained, *map(median, in_turn(rounds, sides).values()), "CPU s", how=how)
+    peaks = [alone(peak_of, is_ours, tokens) for is_ours in (True, False)]
+    yield row(f"{trained}, peak memory", *peaks, "MiB", how=how)
     for batch in BATCHES:
-        taken = [[decode_seconds(side, batch) for side in (True, False)] for _ in rounds]
-        ours, theirs = (1e3 * median(side) for side in zip(*taken, strict=True))
-        decoded = f"linear attention, decode of {batch} sequences"
-        parts.append(row_of(decoded, ours, theirs, "ms", how="against transformers"))
-    show("linear_attention", parts)
+        sides = {str(side): partial(decode_seconds, side, batch) for side in (True, False)}
+        ours, theirs = (1e3 * median(taken) for taken in in_turn(rounds, sides).values())
+        yield row(f"linear attention, decode of {batch} sequences", ours, theirs, "ms", how=how)
 
 
 if __name__ == "__main__":
-    main()
+    main(compare, short={"tokens": 4096, "rounds": 1})

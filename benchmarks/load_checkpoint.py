@@ -6,21 +6,18 @@ memory before, as a multiple of the model's bytes in memory. The model itself is
 pages is read once, since a mapped file takes no memory before. transformers' figures include its
 imports during loading.
 
-    python benchmarks/load_checkpoint.py [--json] [--megabytes N]
+    python benchmarks/load_checkpoint.py [--megabytes N] [--only MODEL ...]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from measuring import MIB, can_measure, used_by
+from measuring import MIB, Row, alone, main, note, require_proc, row, used_by
 
 COMMON = {
     "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
@@ -40,18 +37,21 @@ CASES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "gpt_oss bfloat16": (GPT_OSS, "bfloat16", False),
     "gpt_oss MXFP4 to bfloat16": (GPT_OSS, "bfloat16", True),
 }
+SIDES = ("ours", "transformers")
 LIMIT = 1.2
 """Largest multiple of the model that loading may take, as the docs promise."""
 
 
-def make(directory: Path, shape: dict[str, Any], dtype: str, num_bytes: int, is_packed: bool):
-    """A checkpoint with enough layers to fill `num_bytes` in memory."""
+def make(place: str, name: str, num_bytes: int) -> None:
+    """A checkpoint with enough layers to fill `num_bytes` in memory. Runs in its own process."""
     import torch
 
     from lockstep.models import hf_io
     from lockstep.models.config import ModelConfig
     from lockstep.models.decoder import Decoder
     from lockstep.models.tensor_file import Outgoing, write_tensors
+
+    directory, (shape, dtype, is_packed) = Path(place), CASES[name]
 
     def config_of(num_layers: int) -> ModelConfig:
         return ModelConfig.from_hf({**shape, "num_hidden_layers": num_layers})
@@ -90,10 +90,11 @@ def make(directory: Path, shape: dict[str, Any], dtype: str, num_bytes: int, is_
     (directory / "it" / "config.json").write_text(json.dumps(source))
 
 
-def measure(side: str, directory: Path, dtype: str, is_packed: bool) -> dict[str, float]:
-    """Loads, then saves. Runs in a process of its own."""
+def measure(side: str, place: str, name: str) -> dict[str, float]:
+    """Loads, then saves: multiples of the model, and seconds. Runs in a process of its own."""
     import torch
 
+    directory, (_, dtype, is_packed) = Path(place) / "it", CASES[name]
     if side == "ours":
         from lockstep.models.hf_io import load_checkpoint, save_checkpoint
 
@@ -128,86 +129,30 @@ def measure(side: str, directory: Path, dtype: str, is_packed: bool) -> dict[str
         for parameter in model.parameters():  # pages of a mapped file come when they are read
             parameter.detach().view(-1)[:: 4096 // parameter.itemsize].sum()
 
-    for name, run in (("load", load_whole), ("save", lambda: save(model))):
-        seconds, mib = used_by(run)
-        out |= {f"{name}_bytes": mib * MIB, f"{name}_seconds": seconds}
+    for work, run in (("load", load_whole), ("save", lambda: save(model))):
+        out[f"{work}_seconds"], out[work] = used_by(run)
     assert model is not None
-    out["model_bytes"] = sum(p.nbytes for p in model.parameters())
-    return out
+    size = sum(p.nbytes for p in model.parameters()) / MIB
+    return out | {"load": out["load"] / size, "save": out["save"] / size}
 
 
-def compare(name: str, num_bytes: int, say: bool) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as scratch:
-        run_alone("make", scratch, name, str(num_bytes))
-        found = {side: json.loads(run_alone(side, scratch, name)) for side in ("ours", "peer")}
-    row: dict[str, Any] = {"model": name}
-    for side, figures in found.items():
-        size = figures["model_bytes"]
-        row |= {
-            f"{side}_load": round(figures["load_bytes"] / size, 3),
-            f"{side}_save": round(figures["save_bytes"] / size, 3),
-            f"{side}_load_seconds": round(figures["load_seconds"], 2),
-            f"{side}_save_seconds": round(figures["save_seconds"], 2),
-        }
-    row["model_megabytes"] = round(found["ours"]["model_bytes"] / 1e6)
-    if say:
-        print(
-            f"{name:26} {row['model_megabytes']} MB  load {row['ours_load']:.2f} of the model in "
-            f"{row['ours_load_seconds']:.1f} CPU s (transformers {row['peer_load']:.2f} in "
-            f"{row['peer_load_seconds']:.1f})  save +{row['ours_save']:.2f} in "
-            f"{row['ours_save_seconds']:.1f} (+{row['peer_save']:.2f} in "
-            f"{row['peer_save_seconds']:.1f})",
-            flush=True,
-        )
-    return row
-
-
-def run_alone(what: str, *words: str) -> str:
-    """Runs this file in a fresh process. Returns its last line."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--child", what, *words],
-        check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "TQDM_DISABLE": "1"},
-    )  # fmt: skip
-    return (done.stdout.splitlines() or [""])[-1]
-
-
-def child(what: str, scratch: str, name: str, num_bytes: str = "0") -> None:
-    shape, dtype, is_packed = CASES[name]
-    if what == "make":
-        make(Path(scratch), shape, dtype, int(num_bytes), is_packed)
-    else:
-        print(json.dumps(measure(what, Path(scratch) / "it", dtype, is_packed)))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="end with one JSON line, say no more")
-    parser.add_argument("--megabytes", type=int, default=400, help="size of the models")
-    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        return child(*options.child)
-    if not can_measure():
-        print(json.dumps({"name": "load_checkpoint", "skipped": "needs Linux's /proc"}))
-        return None
-    rows = [compare(name, options.megabytes * 10**6, not options.json) for name in CASES]
-    worst = {side: max(row[f"{side}_load"] for row in rows) for side in ("ours", "peer")}
-    summary = {
-        "name": "load_checkpoint",
-        "ours": worst["ours"],
-        "peer": worst["peer"],
-        "unit": "x the model",
-        "ratio": round(worst["peer"] / worst["ours"], 2),
-        "better": "lower",
-        "how": f"peak memory of loading, worst of {len(rows)} models of {options.megabytes} MB; at "
-        f"most {LIMIT} is promised",
-        "cases": rows,
-    }
-    print(json.dumps(summary))
-    return None
+def compare(*, megabytes: int = 400, only: tuple[str, ...] = tuple(CASES)) -> Iterator[Row]:
+    require_proc()
+    how = f"peak memory of loading, models of {megabytes} MB; at most {LIMIT} is promised"
+    for name in only:
+        with tempfile.TemporaryDirectory() as scratch:
+            alone(make, scratch, name, megabytes * 10**6)
+            quiet = {"TQDM_DISABLE": "1"}
+            found = [alone(measure, side, scratch, name, environment=quiet) for side in SIDES]
+        for side, figures in zip(SIDES, found, strict=True):
+            note(
+                f"{name}, {side}: load {figures['load']:.2f} of the model in "
+                f"{figures['load_seconds']:.1f} CPU s, save +{figures['save']:.2f} in "
+                f"{figures['save_seconds']:.1f}"
+            )
+        ours, peer = (figures["load"] for figures in found)
+        yield row(f"load_checkpoint, {name}", ours, peer, "x the model", how=how)
 
 
 if __name__ == "__main__":
-    main()
+    main(compare, short={"megabytes": 100, "only": ("qwen3 float32", "gpt_oss MXFP4 to bfloat16")})

@@ -8,35 +8,29 @@ peer that is not installed is left out, with the reason.
 Seconds are processor time, MiB the peak above the memory before, gradients included: see
 sink_attention.py. The weight's gradient alone takes 4 x 1024 x V bytes.
 
-    python benchmarks/log_prob_head.py [--json] [--tokens T] [--vocab V] [--rounds N] [--trl DIR]
+    python benchmarks/log_prob_head.py [--tokens T] [--vocab V] [--rounds N] [--trl DIR]
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib.util
-import json
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ["OMP_NUM_THREADS"] = "1"
+from measuring import Row, alone, best, in_turn, main, note, require_proc, row, usage
 
 import torch
 import torch.nn.functional as F
-from measuring import used_by
-from sink_attention import best, measure
 
 from lockstep.ops.base import Ops
 
-NAME = "log_prob_head"
 Tensor = torch.Tensor
 WIDTH = 1024
-SIDES = ("ours", "naive", "trl", "verl")
+PEERS = ("naive", "trl", "verl")
 
 
 def naive(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
@@ -95,84 +89,68 @@ def function_of(side: str, trl: str) -> Callable[..., Tensor]:
     return run
 
 
-def measure_here(side: str, num_tokens: int, vocab_size: int, trl: str) -> dict[str, float]:
+def measure(side: str, num_tokens: int, vocab_size: int, trl: str) -> dict[str, float]:
+    """One pass after a small one. Runs in a process of its own."""
     torch.set_num_threads(1)
     g = torch.Generator().manual_seed(0)
     upstream = torch.randn(num_tokens, generator=g)
     function = function_of(side, trl)
-    found, checks = (0.0, 0.0), {}
-    for tokens, vocab in ((64, 512), (num_tokens, vocab_size)):
-        hidden = torch.randn(tokens, WIDTH, generator=g).requires_grad_()
-        weight = (torch.randn(vocab, WIDTH, generator=g) * WIDTH**-0.5).requires_grad_()
-        ids = torch.randint(vocab, (tokens,), generator=g)
+
+    def once(num_tokens: int, vocab_size: int) -> dict[str, float]:
+        hidden = torch.randn(num_tokens, WIDTH, generator=g).requires_grad_()
+        weight = (torch.randn(vocab_size, WIDTH, generator=g) * WIDTH**-0.5).requires_grad_()
+        ids = torch.randint(vocab_size, (num_tokens,), generator=g)
         out: list[Tensor] = []
 
-        def run(
-            inputs: tuple[Tensor, ...] = (hidden, weight, ids), out: list[Tensor] = out
-        ) -> None:
-            out.append(function(*inputs))
-            out[0].backward(upstream[: len(out[0])])
+        def run() -> None:
+            out.append(function(hidden, weight, ids))
+            out[0].backward(upstream[:num_tokens])
 
-        found = used_by(run)
+        found = usage(run)
         assert hidden.grad is not None and weight.grad is not None, "both were asked for"
-        checks = {
+        return found | {
             "logprobs": float(out[0].detach().double().sum()),
             "grad_hidden": float(hidden.grad.norm()),
             "grad_weight": float(weight.grad.norm()),
         }
-    return {"seconds": found[0], "mib": found[1]} | checks
+
+    once(min(64, num_tokens), 512)
+    return once(num_tokens, vocab_size)
 
 
-def why_not(side: str, trl: str) -> str:
+def available(side: str, trl: str) -> bool:
     try:
         function_of(side, trl)
     except (LookupError, ImportError) as error:
-        return str(error)
-    return ""
+        note(f"{side}: left out, {error}")
+        return False
+    return True
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print the last line only")
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--vocab", type=int, default=131072)
-    parser.add_argument("--rounds", type=int, default=1, help="runs of each side; the best counts")
-    parser.add_argument("--only", nargs="+", choices=SIDES, default=SIDES)
-    parser.add_argument("--trl", default="", metavar="DIR", help="an unpacked wheel of TRL")
-    parser.add_argument("--here", choices=SIDES, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    T, V = options.tokens, options.vocab
-    if options.here:
-        print(json.dumps(measure_here(options.here, T, V, options.trl)))
-        return
-    found: dict[str, dict[str, float]] = {}
-    for side in options.only:
-        if reason := why_not(side, options.trl):
-            print(f"{side}: left out, {reason}", flush=True)
-            continue
-        shape = ["--tokens", str(T), "--vocab", str(V), "--trl", options.trl]
-        found[side] = best([measure(__file__, side, *shape) for _ in range(options.rounds)])
-        if not options.json:
-            told = "  ".join(f"{name} {value:.6g}" for name, value in found[side].items())
-            print(f"{side:6} {told}", flush=True)
-    how = f"{T} tokens, {V} ids, width {WIDTH}, forward and backward, one thread"
-    parts = [
-        {
-            "name": f"ours/{peer}/{name}", "ours": round(found["ours"][name], 2),
-            "peer": round(found[peer][name], 2), "unit": unit,
-            "ratio": round(found[peer][name] / found["ours"][name], 2), "better": "lower",
-            "how": f"{how}; ours beside {peer}",
-        }
-        for peer in ("naive", "trl", "verl") if peer in found and "ours" in found
-        for name, unit in (("seconds", "CPU s"), ("mib", "MiB"))
-    ]  # fmt: skip
-    if not parts:
-        print(json.dumps({"name": NAME, "skipped": "neither ours nor a peer was asked for"}))
-        return
-    print(json.dumps(parts[0] | {"name": NAME, "parts": parts}))
+def compare(
+    *,
+    tokens: int = 4096,
+    vocab: int = 131072,
+    rounds: int = 1,
+    only: tuple[str, ...] = PEERS,
+    trl: str = "",
+) -> Iterator[Row]:
+    """only: the peers. trl: directory of an unpacked wheel of TRL."""
+    require_proc()
+    sides = {
+        side: partial(alone, measure, side, tokens, vocab, trl)
+        for side in ("ours", *only)
+        if available(side, trl)
+    }
+    found = {side: best(runs) for side, runs in in_turn(rounds, sides).items()}
+    for side, figures in found.items():
+        note(f"{side:6} {'  '.join(f'{name} {x:.6g}' for name, x in figures.items())}")
+    how = f"{tokens} tokens, {vocab} ids, width {WIDTH}, forward and backward, one thread"
+    ours = found.pop("ours")
+    for peer, theirs in found.items():
+        for name, unit in (("seconds", "CPU s"), ("mib", "MiB")):
+            yield row(f"log-prob head, ours/{peer}/{name}", ours[name], theirs[name], unit, how=how)
 
 
 if __name__ == "__main__":
-    main()
+    main(compare, short={"tokens": 512, "vocab": 32768})

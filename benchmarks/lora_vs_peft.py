@@ -7,30 +7,35 @@ measured in CPU seconds. A second process measures the peak of memory above the 
 the adapter; there the allocator gives back freed memory, so that the peak is of tensors. Both sides
 start from one checkpoint and one adapter, and their losses are compared.
 
-    python benchmarks/lora_vs_peft.py [--json]
+    python benchmarks/lora_vs_peft.py [--tokens N] [--only MODEL ...]
 
-PEFT comes with `pip install 'lockstep-rl[parity]'`; exit code 3 says that it is missing.
+PEFT comes with `pip install 'lockstep-rl[parity]'`.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import resource
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from measuring import (
+    CLEAR_REFS,
+    MIB,
+    CannotRun,
+    Row,
+    alone,
+    main,
+    require_proc,
+    resident_bytes,
+    row,
+    seconds_of,
+)
+
 import torch
 
-NAME = "lora-vs-peft"
-CANNOT_RUN = 3
-LENGTHS = (1024, 1024)
 RANK = 8
 SHAPE = {
     "vocab_size": 1024, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
@@ -50,13 +55,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SIDES = ("ours", "peer", "full")
 HOW = (
-    "step of 2048 tokens in two rows, forward, backward and AdamW, float32, one thread, rank 8 on "
-    "every projection; a process of its own, second step"
+    "forward, backward and AdamW on two rows, float32, one thread, rank 8 on every projection; a "
+    "process of its own, second step"
 )
 
 
 def create(directory: Path, model: str) -> None:
-    """A checkpoint with random weights and an adapter on it, in PEFT's form."""
+    """A checkpoint with random weights and an adapter on it, in PEFT's format."""
     from lockstep.models.config import ModelConfig
     from lockstep.models.decoder import Decoder
     from lockstep.models.hf_io import save_checkpoint
@@ -77,7 +82,9 @@ def create(directory: Path, model: str) -> None:
     save_adapter(decoder, directory / "adapter", base=base)
 
 
-def our_loss(directory: Path, *, has_adapter: bool) -> tuple[torch.nn.Module, Callable[[], Any]]:
+def our_loss(
+    directory: Path, tokens: int, *, has_adapter: bool
+) -> tuple[torch.nn.Module, Callable[[], Any]]:
     from lockstep.models.hf_io import load_checkpoint
     from lockstep.models.lora import add_adapter
     from lockstep.models.peft_format import read_shape
@@ -88,14 +95,13 @@ def our_loss(directory: Path, *, has_adapter: bool) -> tuple[torch.nn.Module, Ca
     if has_adapter:
         add_adapter(model, read_shape(directory / "adapter", model.config), seed=0)
         load_adapter(model, directory / "adapter")
-    ids = torch.cat(rows())
-    positions = torch.cat([torch.arange(n) for n in LENGTHS])
-    is_last = torch.cat([torch.arange(n) == n - 1 for n in LENGTHS])
-    predictors = (~is_last).nonzero()[:, 0]
+    ids = rows(tokens).flatten()
+    positions = torch.arange(tokens).repeat(2)
+    predictors = (positions < tokens - 1).nonzero()[:, 0]
 
     def loss() -> torch.Tensor:
         logprobs, _ = model.score(
-            ids, positions, PackedContext.of(list(LENGTHS)),
+            ids, positions, PackedContext.of([tokens] * 2),
             predictors_N=predictors, targets_N=ids[predictors + 1],
         )  # fmt: skip
         return -logprobs.mean()
@@ -103,7 +109,7 @@ def our_loss(directory: Path, *, has_adapter: bool) -> tuple[torch.nn.Module, Ca
     return model, loss
 
 
-def peer_loss(directory: Path) -> tuple[torch.nn.Module, Callable[[], Any]]:
+def peer_loss(directory: Path, tokens: int) -> tuple[torch.nn.Module, Callable[[], Any]]:
     import peft
     import transformers
 
@@ -115,7 +121,7 @@ def peer_loss(directory: Path) -> tuple[torch.nn.Module, Callable[[], Any]]:
     model = peft.PeftModel.from_pretrained(base, directory / "adapter", is_trainable=True)
 
     def loss() -> torch.Tensor:
-        ids = torch.stack(rows())
+        ids = rows(tokens)
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
         logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
         return -logprobs.mean()
@@ -123,108 +129,58 @@ def peer_loss(directory: Path) -> tuple[torch.nn.Module, Callable[[], Any]]:
     return model, loss
 
 
-def rows() -> list[torch.Tensor]:
+def rows(tokens: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(SHAPE["vocab_size"], (n,), generator=generator) for n in LENGTHS]
+    return torch.randint(SHAPE["vocab_size"], (2, tokens), generator=generator)
 
 
-def measure(side: str, directory: Path) -> dict[str, float]:
+def measure(side: str, place: str, tokens: int) -> dict[str, float]:
     """The second step of one side, in this process."""
     torch.set_num_threads(1)
+    directory = Path(place)
     if side == "peer":
-        model, loss_of = peer_loss(directory)
+        model, loss_of = peer_loss(directory, tokens)
     else:
-        model, loss_of = our_loss(directory, has_adapter=side == "ours")
+        model, loss_of = our_loss(directory, tokens, has_adapter=side == "ours")
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
-    resting, seconds, losses = resident_bytes("VmRSS"), 0.0, []
-    for number in range(2):
-        if number:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak is counted anew
-        began = cpu_seconds()
+    resting, losses = resident_bytes("VmRSS"), []
+
+    def step() -> None:
         loss = loss_of()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        seconds = cpu_seconds() - began
         losses.append(float(loss.detach()))
-    return {
-        "seconds": seconds, "mib": (resident_bytes("VmHWM") - resting) / 2**20,
-        "loss": losses[-1], "trained": sum(p.numel() for p in trained),
-    }  # fmt: skip
+
+    step()
+    CLEAR_REFS.write_text("5")  # the peak is counted anew
+    seconds = seconds_of(step)
+    mib = (resident_bytes("VmHWM") - resting) / MIB
+    return {"seconds": seconds, "mib": mib, "loss": losses[-1]}
 
 
-def cpu_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
-def resident_bytes(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {key}: this benchmark needs Linux.")
-
-
-def compare() -> dict[str, Any]:
-    parts: list[dict[str, Any]] = []
-    for model in MODELS:
+def compare(*, tokens: int = 1024, only: tuple[str, ...] = tuple(MODELS)) -> Iterator[Row]:
+    """tokens: of each of the two rows."""
+    require_proc()
+    if missing := [name for name in ("peft", "transformers") if find_spec(name) is None]:
+        raise CannotRun(f"{' and '.join(missing)} missing: pip install 'lockstep-rl[parity]'")
+    exact = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+    for model in only:
         with tempfile.TemporaryDirectory() as scratch:
             create(Path(scratch), model)
-            found = {side: in_children(side, scratch) for side in SIDES}
-        ours, peer, full = (found[side] for side in SIDES)
-        gap = abs(ours["loss"] - peer["loss"])
+            timed, sized = (
+                [alone(measure, side, scratch, tokens, environment=variables) for side in SIDES]
+                for variables in ({}, exact)
+            )
+        gap = abs(timed[0]["loss"] - timed[1]["loss"])
         if gap > 1e-4:
             raise SystemExit(f"{model}: the losses differ by {gap:.2g}: the sides are not the same")
-        for key, unit in (("seconds", "CPU s"), ("mib", "MiB beyond the model")):
-            against = f"our step without an adapter: {full[key]:.3g}"
-            parts.append(
-                {
-                    "name": f"{NAME}, {model}", "ours": round(ours[key], 3),
-                    "peer": round(peer[key], 3), "unit": unit,
-                    "ratio": round(peer[key] / ours[key], 2), "better": "lower",
-                    "how": f"{HOW}; {against}",
-                }
-            )  # fmt: skip
-            print(f"{model}: {unit}: {found_text(found, key)}", file=sys.stderr)
-    return {**parts[0], "parts": parts}
-
-
-def found_text(found: dict[str, dict[str, float]], key: str) -> str:
-    return ", ".join(f"{side} {values[key]:.3g}" for side, values in found.items())
-
-
-def in_children(side: str, directory: str) -> dict[str, float]:
-    timed = in_child(side, directory)
-    exact = in_child(side, directory, MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="0")
-    return {**timed, "mib": exact["mib"]}
-
-
-def in_child(side: str, directory: str, **environment: str) -> dict[str, float]:
-    words = [sys.executable, __file__, "--side", side, "--at", directory]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, env=environment, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, usage="%(prog)s [--json]")
-    parser.add_argument("--json", action="store_true", help="print the JSON line alone on stdout")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    parser.add_argument("--at", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.side:
-        print(json.dumps(measure(options.side, options.at)))
-        return 0
-    missing = [name for name in ("peft", "transformers") if find_spec(name) is None]
-    if missing:
-        reason = f"{' and '.join(missing)} missing: pip install 'lockstep-rl[parity]'"
-        print(reason, file=sys.stderr)
-        print(json.dumps({"name": NAME, "skipped": reason}))
-        return CANNOT_RUN
-    print(json.dumps(compare()))
-    return 0
+        for found, key, unit in ((timed, "seconds", "CPU s"), (sized, "mib", "MiB, no weights")):
+            ours, peer, full = (figures[key] for figures in found)
+            how = f"{HOW}; our step without an adapter: {full:.3g}"
+            yield row(f"LoRA against PEFT, {model}", ours, peer, unit, how=how)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(compare, short={"tokens": 256, "only": ("gpt-oss",)})

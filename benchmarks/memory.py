@@ -1,6 +1,6 @@
 """The planner's prediction beside the peak of real processes.
 
-    python benchmarks/memory.py [--json] [--case NAME]
+    python benchmarks/memory.py [--only CASE ...]
 
 Each case is a process of its own that makes a decoder with random weights, updates it three times
 on random rows that fill their micro-batches (`Trainer.update`, PPO-clip), and reports the most
@@ -11,13 +11,11 @@ predicts this.
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
+
+from measuring import Row, alone, main, note, require_proc, resident_bytes, row
 
 from lockstep.memory import MIB, MemoryPlan, PlanFacts, plan_memory
 from lockstep.models.attention_config import LatentShape, LinearShape
@@ -95,7 +93,7 @@ class Case:
         )  # fmt: skip
 
 
-def cases() -> list[Case]:
+def all_cases() -> list[Case]:
     blocks = TrainerConfig(recompute="blocks")
     tiny = {"num_rows": 16, "row_tokens": 256, "budget": 4096}
     one = {"num_rows": 4, "row_tokens": 512, "budget": 2048}
@@ -129,8 +127,11 @@ def cases() -> list[Case]:
     return out
 
 
-def run_case(case: Case) -> int:
-    """The peak in bytes. Runs in the child."""
+CASES = {case.name: case for case in all_cases()}
+
+
+def peak_of(name: str) -> int:
+    """The peak of a case in bytes. Runs in a process of its own."""
     import numpy as np
     import torch
 
@@ -141,6 +142,7 @@ def run_case(case: Case) -> int:
     from lockstep.training.trainer import Trainer
     from lockstep.types import Sample
 
+    case = CASES[name]
     torch.set_num_threads(1)
     torch.set_default_dtype(getattr(torch, case.dtype))  # made in it: no copy in another one
     model = Decoder(case.model, ops=InvariantOps() if case.is_invariant else Ops())
@@ -164,62 +166,19 @@ def run_case(case: Case) -> int:
         )
     for _ in range(NUM_UPDATES):
         trainer.update(rows, PPOClip())
-    status = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) * 1024
+    return resident_bytes("VmHWM")
 
 
-def measure(case: Case) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--child", case.name]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    real, plan = int(done.stdout.split()[-1]), case.predict()
-    return {
-        "case": case.name,
-        "parameters_millions": round(num_elements(decoder_shapes(case.model)) / 1e6, 1),
-        "tokens": case.budget,
-        "predicted_mib": plan.num_bytes // MIB,
-        "real_mib": real // MIB,
-        "ratio": round(plan.num_bytes / real, 2),
-        "parts": plan.describe(),
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print the last line only")
-    parser.add_argument("--case", action="append", help="only this one; may be repeated")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    known = {case.name: case for case in cases()}
-    if options.child:
-        print(run_case(known[options.child]))
-        return
-    if unknown := set(options.case or ()) - set(known):
-        parser.error(f"no case is called {', '.join(sorted(unknown))}; known: {', '.join(known)}")
-    rows = []
-    for name in options.case or known:
-        row = measure(known[name])
-        rows.append(row)
-        if not options.json:
-            print(
-                f"{name:55} {row['parameters_millions']:6.1f} M  {row['tokens']:5} tokens  "
-                f"predicted {row['predicted_mib']:5} MiB  real {row['real_mib']:5} MiB  "
-                f"{row['ratio']:.2f}",
-                flush=True,
-            )
-    ratios = [row["ratio"] for row in rows]
-    last = {
-        "name": "memory-plan",
-        "ours": min(ratios),
-        "peer": 1.0,
-        "unit": "predicted / real peak",
-        "ratio": round(max(max(ratios), 1 / min(ratios)), 2),
-        "better": "nearer to 1",
-        "how": f"{len(rows)} cases, each a fresh process of {NUM_UPDATES} updates; VmHWM; ours is "
-        "the lowest of them, and ratio the furthest from 1",
-        "cases": rows,
-    }
-    print(json.dumps(last))
+def compare(*, only: tuple[str, ...] = tuple(CASES)) -> Iterator[Row]:
+    require_proc()
+    how = f"predicted against the peak (VmHWM) of a fresh process of {NUM_UPDATES} updates"
+    for name in only:
+        case = CASES[name]
+        plan, peak = case.predict(), alone(peak_of, name)
+        millions = num_elements(decoder_shapes(case.model)) / 1e6
+        note(f"{millions:.1f} M parameters, {case.budget} tokens at once: {plan.describe()}")
+        yield row(name, plan.num_bytes // MIB, peak // MIB, "MiB", better="higher", how=how)
 
 
 if __name__ == "__main__":
-    main()
+    main(compare, short={"only": ("tiny qwen3", "tiny gpt_oss", "middle gpt_oss, recompute")})

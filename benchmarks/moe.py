@@ -11,32 +11,23 @@ processor time, the best over the rounds, which take turns. MiB are the peak of 
 its memory before (the peak is reset by /proc/self/clear_refs): input and weights are not counted,
 gradients are.
 
-    python benchmarks/moe.py [--json] [--rounds N] [--only CASE ...]
+    python benchmarks/moe.py [--rounds N] [--only CASE ...]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ["OMP_NUM_THREADS"] = "1"
+from measuring import Row, alone, best, in_turn, main, note, require_proc, row, usage
 
 import torch
-from measuring import can_measure, used_by
 
 from lockstep.models.config import ModelConfig
 from lockstep.models.moe import MoE
 from lockstep.ops.base import Ops
 from lockstep.ops.invariant import InvariantOps, ask_for_reproducible_gemm
 
-NAME = "moe"
 Tensor = torch.Tensor
 
 EXPERTS, ACTIVE, WIDTH = 32, 4, 512
@@ -79,7 +70,7 @@ def make_layer(side: str) -> tuple[torch.nn.Module, Callable[[Tensor], Tensor]]:
     return ours, lambda x: ours(x, ops)
 
 
-def measure_here(case: str, side: str) -> dict[str, float]:
+def measure(case: str, side: str) -> dict[str, float]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     _, num_tokens, is_training, is_skewed = CASES[case]
@@ -101,69 +92,26 @@ def measure_here(case: str, side: str) -> dict[str, float]:
 
     once(x.detach()[:64].requires_grad_(is_training))
     layer.zero_grad(set_to_none=True)
-    seconds, mib = used_by(lambda: once(x))
-    return {"seconds": seconds, "mib": mib}
+    return usage(lambda: once(x))
 
 
-def measure(case: str, side: str) -> dict[str, float]:
-    command = [sys.executable, str(Path(__file__).resolve()), "--measure", case, side]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def parts_of(case: str, best: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """Rows of the table: each peer beside the plain backend, in seconds and in memory."""
-    words = CASES[case][0]
-    out: list[dict[str, Any]] = []
-    for key, unit in (("seconds", "CPU s"), ("mib", "MiB")):
-        if key == "mib" and case == "decode-8":
-            continue
-        for peer in PEERS:
-            ours, theirs = best["plain"][key], best[peer][key]
-            out.append({
-                "name": f"{NAME}, {words}", "ours": round(ours, 2), "peer": round(theirs, 2),
-                "unit": unit, "ratio": round(theirs / ours, 2), "better": "lower",
-                "how": f"{EXPERTS} experts, {ACTIVE} active, widths {WIDTH}, float32, one thread; "
-                f"transformers' {peer}",
-            })  # fmt: skip
-    return out
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print the last line only")
-    parser.add_argument("--rounds", type=int, default=3, help="processes per case and side")
-    parser.add_argument("--only", action="append", choices=CASES, help="run this one; repeatable")
-    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.measure:
-        print(json.dumps(measure_here(*options.measure)))
-        return
-    if not can_measure():
-        print(json.dumps({"name": NAME, "skipped": "memory is measured by /proc, as on Linux"}))
-        return
-    parts: list[dict[str, Any]] = []
-    figures: dict[str, dict[str, dict[str, float]]] = {}
-    for case in options.only or CASES:
-        best: dict[str, dict[str, float]] = {}
-        for _ in range(options.rounds):
-            for side in SIDES:
-                found = measure(case, side)
-                known = best.setdefault(side, found)
-                best[side] = {key: min(known[key], found[key]) for key in found}
-        figures[case] = best
-        parts += parts_of(case, best)
-        if not options.json:
-            for side, found in best.items():
-                print(
-                    f"{CASES[case][0]:40} {side:12} {found['seconds']:7.2f} CPU s "
-                    f"{found['mib']:8.0f} MiB",
-                    flush=True,
-                )
-    print(json.dumps({"name": NAME, "parts": parts, "figures": figures}))
+def compare(*, rounds: int = 3, only: tuple[str, ...] = tuple(CASES)) -> Iterator[Row]:
+    require_proc()
+    for case in only:
+        words = CASES[case][0]
+        sides = {side: partial(alone, measure, case, side) for side in SIDES}
+        found = {side: best(runs) for side, runs in in_turn(rounds, sides).items()}
+        for side, figures in found.items():
+            note(f"{words:40} {side:12} {figures['seconds']:7.2f} CPU s {figures['mib']:8.0f} MiB")
+        for key, unit in (("seconds", "CPU s"), ("mib", "MiB")):
+            if key == "mib" and case == "decode-8":
+                continue
+            for peer in PEERS:
+                yield row(f"moe, {words}", found["plain"][key], found[peer][key], unit, how=(
+                    f"{EXPERTS} experts, {ACTIVE} active, widths {WIDTH}, float32, one thread; "
+                    f"transformers' {peer}"
+                ))  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    main(compare, short={"rounds": 1, "only": ("decode-8",)})

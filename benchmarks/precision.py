@@ -1,53 +1,53 @@
 """Cost of each pair of precisions, the trainer's dtype and the sampler's, on the quickstart.
 
-    python benchmarks/precision.py [--steps N] [--model NAME] [--only TRAINER/SAMPLER] [--json]
+    python benchmarks/precision.py [--steps N] [--model NAME] [--only TRAINER/SAMPLER ...]
 
 Each pair is a run of its own (`lockstep train quickstart dtype=... engine.dtype=...`), one after
 the other, without a correction, so that the reward shows the effect of the gap. Seconds are the
-steps' time per sampled token, without the first step. The ratio divides the seconds of float32 on
-both sides by the pair's: above 1 the pair is faster. A CPU without 16-bit arithmetic computes in
+steps' time per sampled token, without the first step. The ratio divides the seconds of the
+first pair, float32 on both sides, by the pair's: above 1 the pair is faster. A CPU without 16-bit arithmetic computes in
 float32.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from measuring import Row, alone, main, note, row
+from measuring.runs import steps_of, train_quickstart
+
 PAIRS = (
-    ("float32", "float32"),
-    ("float32", "bfloat16"),
-    ("float32", "float16"),
-    ("bfloat16", "bfloat16"),
-    ("bfloat16", "float32"),
-    ("float16", "float16"),
-    ("float16", "bfloat16"),
+    "float32/float32",
+    "float32/bfloat16",
+    "float32/float16",
+    "bfloat16/bfloat16",
+    "bfloat16/float32",
+    "float16/float16",
+    "float16/bfloat16",
 )
+"""Dtypes of the trainer and of the sampler."""
 
 
-def run(trainer: str, sampler: str, *, steps: int, model: str, folder: Path) -> dict[str, Any]:
-    """One pair: what its steps reported."""
-    path = folder / f"{trainer}-{sampler}"
-    words = [
+def run(pair: str, *, steps: int, model: str) -> dict[str, Any]:
+    """What the steps of a pair reported."""
+    trainer, _, sampler = pair.partition("/")
+    settings = [
         f"model={model}", f"steps={steps}", f"dtype={trainer}", f"engine.dtype={sampler}",
-        "correction=bypass", "evaluation.num_tasks=32", "evaluation.at_start=false",
-        "checkpoint.every=0", f"out={path}",
+        "correction=bypass", "evaluation.num_tasks=32",
     ]  # fmt: skip
-    command = [sys.executable, "-m", "lockstep.cli", "train", "quickstart", *words, "--json"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    lines = (path / "metrics.jsonl").read_text().splitlines()
-    rows = [row for row in map(json.loads, lines) if "train/loss" in row]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run"
+        alone(train_quickstart, settings, str(path))
+        rows = steps_of(path)
+        contract = json.loads((path / "environment.json").read_text())["contract"]
     late = rows[1:]
     return {
-        "trainer": trainer,
-        "sampler": sampler,
-        "contract": json.loads((path / "environment.json").read_text())["contract"],
+        "contract": contract,
         "unequal": sum(r["mismatch/unequal_tokens"] for r in rows)
         / sum(r["mismatch/compared_tokens"] for r in rows),
         "k3": mean(r["mismatch/k3"] for r in rows),
@@ -59,44 +59,26 @@ def run(trainer: str, sampler: str, *, steps: int, model: str, folder: Path) -> 
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--model", default="tiny-qwen3")
-    parser.add_argument("--only", action="append", help="TRAINER/SAMPLER")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    pairs = [p for p in PAIRS if not args.only or "/".join(p) in args.only]
-    found: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for trainer, sampler in pairs:
-            settings = {"steps": args.steps, "model": args.model, "folder": Path(folder)}
-            found.append(run(trainer, sampler, **settings))
-            print(_line(found[-1]), file=sys.stderr if args.json else sys.stdout, flush=True)
-    base = found[0]
-    parts = [
-        {
-            "name": f"precision {r['trainer']}/{r['sampler']}",
-            "ours": r["sample_ms"] + r["train_ms"],
-            "peer": base["sample_ms"] + base["train_ms"],
-            "unit": "ms per token",
-            "ratio": (base["sample_ms"] + base["train_ms"]) / (r["sample_ms"] + r["train_ms"]),
-            "better": "higher",
-            "how": f"quickstart, {args.model}, {args.steps} steps",
-            **r,
-        }
-        for r in found
-    ]
-    print(json.dumps({"name": "precision", "parts": parts}))
+def compare(
+    *, steps: int = 60, model: str = "tiny-qwen3", only: tuple[str, ...] = PAIRS
+) -> Iterator[Row]:
+    how, base = f"quickstart, {model}, {steps} steps", 0.0
+    for pair in only:
+        found = run(pair, steps=steps, model=model)
+        note(_line(pair, found))
+        milliseconds = found["sample_ms"] + found["train_ms"]
+        base = base or milliseconds
+        yield row(f"precision {pair}", milliseconds, base, "ms per token", how=how, **found)
 
 
-def _line(r: dict[str, Any]) -> str:
+def _line(pair: str, r: dict[str, Any]) -> str:
     return (
-        f"{r['trainer']:>8} / {r['sampler']:<8}  {r['contract']:<14}  unequal {r['unequal']:6.1%}  "
+        f"{pair:<18}  {r['contract']:<14}  unequal {r['unequal']:6.1%}  "
         f"k3 {r['k3']:.1e}  largest {r['largest']:.2g}  reward {r['reward']:.3f}  sample "
         f"{r['sample_ms']:.2f} ms  train {r['train_ms']:.2f} ms  overflows {r['overflows']:.0f}"
     )
 
 
 if __name__ == "__main__":
-    main()
+    short = {"steps": 8, "only": ("float32/float32", "float32/bfloat16", "bfloat16/bfloat16")}
+    main(compare, short=short)

@@ -1,6 +1,6 @@
 """Cost of a sandbox: the first program, programs one after the other, and many at once.
 
-    python benchmarks/sandbox.py [--kinds monty,bwrap,bare] [--bwrap PATH] [--programs N] [--json]
+    python benchmarks/sandbox.py [--only KIND ...] [--bwrap PATH] [--programs N]
 
 `bare` is CPython in a process for each program, without any isolation: the baseline of the others,
 not for use. The program is a typical call of a calculator by a model. All times are wall time.
@@ -8,12 +8,13 @@ not for use. The program is a typical call of a calculator by a model. All times
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import sys
 import time
+from collections.abc import Iterator
 from statistics import median, quantiles
+
+from measuring import Row, main, note, row
 
 from lockstep.agent.sandbox.base import ProgramResult, Sandbox
 from lockstep.agent.sandbox.bubblewrap import BubblewrapConfig
@@ -93,38 +94,28 @@ async def measure(kind: str, *, workers: int, num_programs: int, bwrap: str) -> 
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kinds", default="monty,bwrap,bare")
-    parser.add_argument("--bwrap", default="bwrap")
-    parser.add_argument("--programs", type=int, default=200)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    rows: dict[str, dict[str, float]] = {}
-    for kind in options.kinds.split(","):
+def compare(
+    *,
+    only: tuple[str, ...] = ("bare", "monty", "bwrap"),
+    bwrap: str = "bwrap",
+    programs: int = 200,
+    workers: int = 2,
+) -> Iterator[Row]:
+    found: dict[str, dict[str, float]] = {}
+    for kind in only:
         try:
-            rows[kind] = asyncio.run(
-                measure(
-                    kind,
-                    workers=options.workers,
-                    num_programs=options.programs,
-                    bwrap=options.bwrap,
-                )
+            found[kind] = asyncio.run(
+                measure(kind, workers=workers, num_programs=programs, bwrap=bwrap)
             )
         except ConfigError as error:
-            print(f"{kind}: left out: {error}", file=sys.stderr)
-    if options.json:
-        print(json.dumps(rows))
-        return
-    print("kind   first ms  p50 ms  p95 ms  session p50 ms  1 at a time/s  16 at once/s")
-    for kind, row in rows.items():
-        print(
-            f"{kind:6} {row['first_ms']:8.0f} {row['p50_ms']:7.2f} {row['p95_ms']:7.2f} "
-            f"{row['session_p50_ms']:15.2f} {row['per_second_1']:14.0f} "
-            f"{row['per_second_16']:13.0f}"
-        )
+            note(f"{kind}: left out: {error}")
+            continue
+        note(f"{kind}: {', '.join(f'{name} {x:.4g}' for name, x in found[kind].items())}")
+        if kind != only[0]:
+            both = (found[which]["p50_ms"] for which in (kind, only[0]))
+            how = f"median of programs one by one; the peer, {only[0]}, is CPython in a process"
+            yield row(f"sandbox {kind}", *both, "ms", how=how)
 
 
 if __name__ == "__main__":
-    main()
+    main(compare, short={"programs": 40})

@@ -9,25 +9,21 @@ less the gradients, which have the same size on each; the largest process counts
 sharded here. Bits are compared as well: the log-probs of every token over the invariant ops, by 1
 process and by each number.
 
-    python benchmarks/sequence_parallel.py [--json] [--tokens T] [--sizes N ...]
+    python benchmarks/sequence_parallel.py [--tokens T] [--sizes N ...]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ["OMP_NUM_THREADS"] = "1"
+from measuring import MIB, Row, main, require_proc, row, used_by
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from measuring import used_by
 
 from lockstep.models import sequence_parallel
 from lockstep.models.config import ModelConfig
@@ -35,8 +31,6 @@ from lockstep.models.decoder import Decoder
 from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext
 from lockstep.ops.invariant import InvariantOps, ask_for_reproducible_gemm
-
-NAME = "sequence_parallel"
 
 CONFIG = {
     "model_type": "gpt_oss", "vocab_size": 1024, "hidden_size": 512, "intermediate_size": 512,
@@ -80,7 +74,7 @@ def work(rank: int, size: int, num_tokens: int, directory: str) -> None:
     if size > 1:
         dist.barrier()
     seconds, mib = used_by(lambda: score(model, num_tokens, group).sum().backward())
-    gradients = sum(p.numel() * 4 for p in model.parameters()) / 2**20
+    gradients = sum(p.numel() * 4 for p in model.parameters()) / MIB
     found = {"mib": mib - gradients, "seconds": seconds, "logprobs": logprobs}
     torch.save(found, f"{directory}/{size}-{rank}.pt")
     if size > 1:
@@ -95,39 +89,21 @@ def measure(size: int, num_tokens: int, directory: str) -> list[dict[str, Any]]:
     return [torch.load(f"{directory}/{size}-{rank}.pt") for rank in range(size)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", action="store_true", help="only the last line")
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[2, 4])
-    options = parser.parse_args()
+def compare(*, tokens: int = 8192, sizes: tuple[int, ...] = (2, 4)) -> Iterator[Row]:
+    require_proc()
     with tempfile.TemporaryDirectory() as directory:
-        (alone,) = measure(1, options.tokens, directory)
-        rows = [(1, alone["mib"], alone["seconds"], 0)]
-        for size in options.sizes:
-            found = measure(size, options.tokens, directory)
+        (alone,) = measure(1, tokens, directory)
+        for size in sizes:
+            found = measure(size, tokens, directory)
             unequal = max(int((f["logprobs"] != alone["logprobs"]).sum()) for f in found)
-            most = max(f["mib"] for f in found)
-            rows.append((size, most, max(f["seconds"] for f in found), unequal))
-    if not options.json:
-        print(
-            f"{'processes':>9} {'MiB each':>9} {'of one':>7} {'CPU-s each':>11} unequal log-probs"
-        )
-        for size, mib, seconds, unequal in rows:
-            share = mib / rows[0][1]
-            print(f"{size:>9} {mib:9.0f} {share:7.2f} {seconds:11.1f} {unequal:>8}")
-    size, mib, _, _ = rows[-1]
-    line: dict[str, Any] = {
-        "name": NAME, "ours": round(mib), "peer": round(rows[0][1]), "unit": "MiB",
-        "ratio": round(rows[0][1] / mib, 2), "better": "lower",
-        "how": f"{options.tokens} tokens, peak of each of {size} processes against one process",
-    }  # fmt: skip
-    line["details"] = [
-        {"processes": n, "mib": round(m), "cpu_seconds": round(s, 1), "unequal_logprobs": u}
-        for n, m, s, u in rows
-    ]
-    print(json.dumps(line))
+            seconds = max(f["seconds"] for f in found)
+            how = (
+                f"{tokens} tokens, peak of each of {size} processes against one; {seconds:.1f} CPU "
+                f"seconds each against {alone['seconds']:.1f}, {unequal} unequal log-probs"
+            )
+            name, most = f"sequence_parallel, {size} processes", max(f["mib"] for f in found)
+            yield row(name, most, alone["mib"], "MiB", how=how)
 
 
 if __name__ == "__main__":
-    main()
+    main(compare, short={"tokens": 2048, "sizes": (2,)})

@@ -1,6 +1,6 @@
 """A training pass over rows that begin alike, against the same rows without sharing.
 
-    python benchmarks/shared_trees.py [--json] [--repeats 3] [--only group]
+    python benchmarks/shared_trees.py [--repeats 3] [--only group]
 
 Two shapes of a batch, for a Qwen3 of 2 layers and width 512 in float32, on one thread:
 
@@ -17,26 +17,23 @@ A pass is the forward and backward of all rows, of the sampled tokens' log-probs
     TRL         transformers' model over padded rows, log-probs of the sampled part alone (TRL's
                 logits_to_keep)
 
-Each side has the fastest micro-batch of the tried sizes. Sides are processes of their own that take
-turns; time is the median of all turns in processor seconds, memory the largest peak above the
-memory before. No GPU kernel of the peers runs here: the sides differ in the tokens that they
+Each side has the faster micro-batch of two sizes. Sides are processes of their own that take turns;
+time is the median of all turns in processor seconds, memory the largest peak above the memory
+before. --scale divides the tokens of a prompt, reply or turn. No GPU kernel of the peers runs here: the sides differ in the tokens that they
 compute, by torch's attention on a CPU.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import statistics
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
+from statistics import median
+
+from measuring import Row, alone, in_turn, main, note, require_proc, row, usage
 
 import numpy as np
 import torch
-from measuring import can_measure, used_by
 
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
@@ -64,39 +61,48 @@ SIDES = {
     "TRL": (1, 2),
 }
 """Side -> sizes of its micro-batches: largest number of tokens, or of rows (peers)."""
+PAIRS = (
+    ("ours", "apart"),
+    ("ours, contract", "apart, contract"),
+    ("ours", "verl"),
+    ("ours", "TRL"),
+)
 GOALS = {"group": 0.35, "session": 0.5}
 
-Row = tuple[np.ndarray, np.ndarray]
+TrainRow = tuple[np.ndarray, np.ndarray]
 """(ids [T] int32, which of them were sampled [T] bool)."""
 
 
-def group() -> list[Row]:
+def group(scale: int) -> list[TrainRow]:
     rng = np.random.default_rng(0)
-    prompt = rng.integers(1, VOCAB, 2048)
-    mask = np.arange(2048 + 256) >= 2048
-    return [(np.r_[prompt, rng.integers(1, VOCAB, 256)].astype(np.int32), mask) for _ in range(16)]
+    num_prompt, num_reply = 2048 // scale, 256 // scale
+    prompt = rng.integers(1, VOCAB, num_prompt)
+    mask = np.arange(num_prompt + num_reply) >= num_prompt
+    replies = rng.integers(1, VOCAB, (16, num_reply))
+    return [(np.r_[prompt, reply].astype(np.int32), mask) for reply in replies]
 
 
-def session() -> list[Row]:
-    rng = np.random.default_rng(0)
+def session(scale: int) -> list[TrainRow]:
+    rng, half = np.random.default_rng(0), 96 // scale
 
     def turns(count: int) -> np.ndarray:
-        return rng.integers(1, VOCAB, 192 * count)
+        return rng.integers(1, VOCAB, 2 * half * count)
 
     trunk = turns(12)
-    rows: list[Row] = []
+    rows: list[TrainRow] = []
     for num_shared in (0, 3, 6, 9, 11):
-        ids = np.r_[trunk[: 192 * num_shared], turns(3)] if rows else trunk
+        shared = 2 * half * num_shared
+        ids = np.r_[trunk[:shared], turns(3)] if rows else trunk
         place = np.arange(len(ids))
         # As in the rows of a trajectory, a sampled token is trained in the first row that has it.
-        rows.append((ids.astype(np.int32), (place // 96 % 2 == 1) & (place >= 192 * num_shared)))
+        rows.append((ids.astype(np.int32), (place // half % 2 == 1) & (place >= shared)))
     return rows
 
 
-SHAPES: dict[str, Callable[[], list[Row]]] = {"group": group, "session": session}
+SHAPES: dict[str, Callable[[int], list[TrainRow]]] = {"group": group, "session": session}
 
 
-def pass_of_ours(rows: Sequence[Row], ops: Ops, budget: int) -> Callable[[], object]:
+def pass_of_ours(rows: Sequence[TrainRow], ops: Ops, budget: int) -> Callable[[], object]:
     model = Decoder(ModelConfig.from_hf(HF), ops=ops)
     model.init_weights(std=0.02, seed=0)
     config = TrainerConfig(max_tokens_per_microbatch=budget)
@@ -119,13 +125,15 @@ def pass_of_ours(rows: Sequence[Row], ops: Ops, budget: int) -> Callable[[], obj
     return run
 
 
-def pass_of_peer(rows: Sequence[Row], num_rows: int, *, is_padded: bool) -> Callable[[], object]:
+def pass_of_peer(
+    rows: Sequence[TrainRow], num_rows: int, *, is_padded: bool
+) -> Callable[[], object]:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(Qwen3Config(**HF, attn_implementation="sdpa"))
 
-    def of_padded(chosen: Sequence[Row]) -> torch.Tensor:
+    def of_padded(chosen: Sequence[TrainRow]) -> torch.Tensor:
         longest = max(len(ids) for ids, _ in chosen)
         ids = torch.zeros(len(chosen), longest, dtype=torch.int64)
         mask = torch.zeros(len(chosen), longest, dtype=torch.bool)
@@ -138,7 +146,7 @@ def pass_of_peer(rows: Sequence[Row], num_rows: int, *, is_padded: bool) -> Call
         logprobs = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, first:, None])[..., 0]
         return logprobs[mask[:, first:]]
 
-    def of_packed(chosen: Sequence[Row]) -> torch.Tensor:
+    def of_packed(chosen: Sequence[TrainRow]) -> torch.Tensor:
         ids = torch.from_numpy(np.concatenate([row for row, _ in chosen])).long()[None]
         places = torch.cat([torch.arange(len(row)) for row, _ in chosen])[None]
         mask = torch.from_numpy(np.concatenate([is_sampled for _, is_sampled in chosen]))
@@ -155,9 +163,10 @@ def pass_of_peer(rows: Sequence[Row], num_rows: int, *, is_padded: bool) -> Call
     return run
 
 
-def measure(side: str, shape: str, size: int) -> dict[str, float]:
+def measure(side: str, shape: str, scale: int, size: int) -> dict[str, float]:
     """Times one pass after another to warm up. Runs in a process of its own."""
-    rows = SHAPES[shape]()
+    torch.set_num_threads(1)
+    rows = SHAPES[shape](scale)
     if side.startswith("apart"):
         rows = [(np.r_[np.int32(n), ids[1:]], mask) for n, (ids, mask) in enumerate(rows, start=1)]
     if side in ("verl", "TRL"):
@@ -165,87 +174,46 @@ def measure(side: str, shape: str, size: int) -> dict[str, float]:
     else:
         run = pass_of_ours(rows, InvariantOps() if "contract" in side else Ops(), size)
     run()
-    seconds, mib = used_by(run)
-    return {"seconds": seconds, "mib": mib}
+    return usage(run)
 
 
-def ask(side: str, shape: str, size: int) -> dict[str, float]:
-    words = [sys.executable, __file__, "--measure", side, shape, str(size)]
-    quiet = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-    done = subprocess.run(words, env={**os.environ, **quiet}, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{side} on {shape} failed:\n{done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def compare(shape: str, repeats: int) -> dict[str, dict[str, float]]:
-    """side -> its median seconds, largest peak and micro-batch."""
-    best: dict[str, int] = {}
-    for side, sizes in SIDES.items():
-        tried = {size: ask(side, shape, size)["seconds"] for size in sizes}
-        best[side] = min(tried, key=lambda size: tried[size])
-        print(f"{shape}: {side}: {tried}", file=sys.stderr)
-    found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
-    for _ in range(repeats):
-        for side in SIDES:
-            found[side].append(ask(side, shape, best[side]))
-    return {
-        side: {
-            "seconds": statistics.median(x["seconds"] for x in of_side),
-            "mib": max(x["mib"] for x in of_side),
-            "size": best[side],
-        }
-        for side, of_side in found.items()
+def figures_of(
+    shape: str, repeats: int, scale: int, sides: Sequence[str]
+) -> dict[str, list[float]]:
+    """side -> its median seconds and its largest peak, with its faster micro-batch."""
+    tried = {
+        f"{side}: {size}": partial(alone, measure, side, shape, scale, size)
+        for side in sides
+        for size in SIDES[side]
     }
+    found: dict[str, list[float]] = {}
+    for name, runs in in_turn(repeats, tried).items():
+        seconds, mib = median(run["seconds"] for run in runs), max(run["mib"] for run in runs)
+        note(f"  {shape}, {name} in a micro-batch: {seconds:7.2f} s {mib:7.0f} MiB")
+        side = name.partition(":")[0]
+        found[side] = min(found.get(side, [seconds, mib]), [seconds, mib])
+    return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="end with one JSON line")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", choices=SHAPES)
-    parser.add_argument("--measure", nargs=3, help=argparse.SUPPRESS)
-    told = parser.parse_args()
-    torch.set_num_threads(1)
-    if told.measure:
-        side, shape, size = told.measure
-        print(json.dumps(measure(side, shape, int(size))))
-        return
-    if not can_measure():
-        print(json.dumps({"name": "shared-trees", "skipped": "memory is measured on Linux only"}))
-        return
-    parts: list[dict[str, Any]] = []
-    for shape in [told.only] if told.only else SHAPES:
-        found = compare(shape, told.repeats)
-        rows = SHAPES[shape]()
-        print(f"{shape}: {len(rows)} rows, {sum(len(ids) for ids, _ in rows)} tokens")
-        for side, figures in found.items():
-            print(
-                f"  {side:16} {figures['seconds']:7.2f} s {figures['mib']:7.0f} MiB   "
-                f"micro-batch {figures['size']:.0f}"
-            )
-        for other, side in (
-            ("apart", "ours"), ("apart, contract", "ours, contract"), ("verl", "ours"),
-            ("TRL", "ours"),
-        ):  # fmt: skip
-            ours, theirs = found[side], found[other]
-            share = ours["seconds"] / theirs["seconds"]
-            memory = ours["mib"] / theirs["mib"]
-            print(f"  {side} / {other}: {share:.2f} of the time, {memory:.2f} of the memory")
-            parts.append(
-                {
-                    "name": f"shared-trees: {shape}, {side} against {other}",
-                    "ours": ours["seconds"], "peer": theirs["seconds"], "unit": "s",
-                    "ratio": theirs["seconds"] / ours["seconds"], "better": "lower",
-                    "memory_ratio": memory, "goal": GOALS[shape],
-                    "how": "processor seconds of forward and backward, hidden 512, one thread",
-                }
-            )  # fmt: skip
-    if told.json:
-        print(json.dumps({"name": "shared-trees", "parts": parts}))
+def compare(
+    *,
+    repeats: int = 3,
+    only: tuple[str, ...] = tuple(SHAPES),
+    scale: int = 1,
+    sides: tuple[str, ...] = tuple(SIDES),
+) -> Iterator[Row]:
+    require_proc()
+    for shape in only:
+        rows = SHAPES[shape](scale)
+        note(f"{shape}: {len(rows)} rows, {sum(len(ids) for ids, _ in rows)} tokens")
+        found = figures_of(shape, repeats, scale, sides)
+        for (side, other), (at, unit) in product(PAIRS, enumerate(("CPU s", "MiB"))):
+            if side in found and other in found:
+                yield row(f"shared-trees: {shape}, {side} against {other}", found[side][at],
+                          found[other][at], unit, how="forward and backward, hidden 512, one "
+                          f"thread; of the time, {GOALS[shape]} is the goal")  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    short = {"repeats": 1, "only": ("group",), "scale": 8, "sides": ("ours", "apart", "verl")}
+    main(compare, short=short)

@@ -10,32 +10,25 @@ A measurement is a process of its own, after a small call that loads the librari
 processor time of forward and backward. MiB are the peak of that process above its memory before
 (the peak is reset by /proc/self/clear_refs): inputs are not counted, gradients are.
 
-    python benchmarks/sink_attention.py [--json] [--rounds N] [--only CASE ...]
+    python benchmarks/sink_attention.py [--rounds N] [--only CASE ...]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ["OMP_NUM_THREADS"] = "1"
+from measuring import Row, alone, best, in_turn, main, require_proc, row, usage
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from measuring import used_by
 
 from lockstep.ops.base import Ops
 from lockstep.ops.context import AttentionSpec, PackedContext
 from lockstep.ops.invariant import InvariantOps, ask_for_reproducible_gemm
 
-NAME = "sink_attention"
 Tensor = torch.Tensor
 Rows = list["np.ndarray[Any, np.dtype[np.int64]]"]
 
@@ -103,7 +96,7 @@ def stock(window: int | None, rows: Rows) -> Callable[..., Tensor]:
     return run
 
 
-def measure_here(case: str, side: str) -> dict[str, float]:
+def measure(case: str, side: str) -> dict[str, float]:
     torch.set_num_threads(1)
     _, window, rows = CASES[case]
     if side == "invariant":
@@ -112,7 +105,7 @@ def measure_here(case: str, side: str) -> dict[str, float]:
     else:
         function = ours(Ops(), window, rows) if side == "plain" else stock(window, rows)
 
-    def once(rows: Rows) -> None:
+    def once(rows: Rows) -> dict[str, float]:
         g = torch.Generator().manual_seed(0)
         num_tokens = 1 + max(int(row[-1]) for row in rows)
         inputs = [
@@ -126,77 +119,26 @@ def measure_here(case: str, side: str) -> dict[str, float]:
         def run() -> None:
             function(*inputs, sinks, rows=rows).backward(grad)
 
-        nonlocal found
-        found = used_by(run)
+        return usage(run)
 
-    found = (0.0, 0.0)
     once(rows_of([300]))
-    once(rows)
-    return {"seconds": found[0], "mib": found[1]}
+    return once(rows)
 
 
-def measure(script: str, *arguments: str) -> dict[str, float]:
-    """Runs `measure_here` of a script in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, script, "--here", *arguments], stdout=subprocess.PIPE, text=True
-    )
-    if done.returncode:
-        raise SystemExit(f"{script} {' '.join(arguments)} ended with {done.returncode}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def best(runs: list[dict[str, float]]) -> dict[str, float]:
-    return {name: min(run[name] for run in runs) for name in runs[0]}
-
-
-def parts_of(case: str, title: str, how: str, found: dict[str, dict[str, float]]) -> list[Any]:
-    """Rows of the table: seconds and MiB of each of our sides against the peer's."""
-    parts = []
-    for side in found:
-        if side.startswith("peer"):
-            continue
-        for unit, name, digits in (("CPU s", "seconds", 3), ("MiB", "mib", 0)):
-            mine, theirs = found[side][name], found["peer"][name]
-            parts.append(
-                {
-                    "name": f"{case}/{side}/{name}", "ours": round(mine, digits),
-                    "peer": round(theirs, digits), "unit": unit, "ratio": round(theirs / mine, 2),
-                    "better": "lower", "how": f"{title}; {how}",
-                }
-            )  # fmt: skip
-    return parts
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print the last line only")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each side; the best counts")
-    parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--here", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.here:
-        print(json.dumps(measure_here(*options.here)))
-        return
-    parts: list[Any] = []
-    how = f"forward and backward, one thread, best of {options.rounds}; the peer has no sinks"
-    for case in options.only:
-        title = CASES[case][0]
-        runs: dict[str, list[dict[str, float]]] = {"plain": [], "invariant": [], "peer": []}
-        for _ in range(options.rounds):
-            for side, of_side in runs.items():
-                of_side.append(measure(__file__, case, side))
-        found = {side: best(of_side) for side, of_side in runs.items()}
-        parts += parts_of(case, title, how, found)
-        if not options.json:
-            told = "; ".join(
-                f"{side} {x['seconds']:.2f} s {x['mib']:.0f} MiB" for side, x in found.items()
-            )
-            print(f"{title}: {told}", flush=True)
-    headline = next((p for p in parts if p["name"] == "window-8k/plain/seconds"), parts[0])
-    print(json.dumps(headline | {"name": NAME, "parts": parts}))
+def compare(*, rounds: int = 3, only: tuple[str, ...] = tuple(CASES)) -> Iterator[Row]:
+    require_proc()
+    how = f"forward and backward, one thread, best of {rounds}; the peer has no sinks"
+    for case in only:
+        sides = {
+            side: partial(alone, measure, case, side) for side in ("plain", "invariant", "peer")
+        }
+        found = {side: best(runs) for side, runs in in_turn(rounds, sides).items()}
+        peer = found.pop("peer")
+        for side, mine in found.items():
+            for unit, name in (("CPU s", "seconds"), ("MiB", "mib")):
+                title = f"sink attention, {case}/{side}"
+                yield row(title, mine[name], peer[name], unit, how=f"{CASES[case][0]}; {how}")
 
 
 if __name__ == "__main__":
-    main()
+    main(compare, short={"rounds": 1, "only": ("full-2k", "window-8x1k")})
