@@ -4,9 +4,9 @@
 
 Each pair is a run of its own (`lockstep train quickstart dtype=... engine.dtype=...`), one after
 the other, without a correction, so that the reward shows the effect of the gap. Seconds are the
-steps' time per sampled token, without the first step. The ratio divides the seconds of the
-first pair, float32 on both sides, by the pair's: above 1 the pair is faster. A CPU without 16-bit arithmetic computes in
-float32.
+steps' time per sampled token, without the first step. The ratio divides the seconds of the first
+pair, float32 on both sides, by the pair's: above 1 the pair is faster. A CPU without 16-bit
+arithmetic computes in float32.
 """
 
 from __future__ import annotations

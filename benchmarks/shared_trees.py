@@ -19,8 +19,8 @@ A pass is the forward and backward of all rows, of the sampled tokens' log-probs
 
 Each side has the faster micro-batch of two sizes. Sides are processes of their own that take turns;
 time is the median of all turns in processor seconds, memory the largest peak above the memory
-before. --scale divides the tokens of a prompt, reply or turn. No GPU kernel of the peers runs here: the sides differ in the tokens that they
-compute, by torch's attention on a CPU.
+before. --scale divides the tokens of a prompt, reply or turn. No GPU kernel of the peers runs here:
+the sides differ in the tokens that they compute, by torch's attention on a CPU.
 """
 
 from __future__ import annotations
@@ -137,9 +137,9 @@ def pass_of_peer(
         longest = max(len(ids) for ids, _ in chosen)
         ids = torch.zeros(len(chosen), longest, dtype=torch.int64)
         mask = torch.zeros(len(chosen), longest, dtype=torch.bool)
-        for at, (row, is_sampled) in enumerate(chosen):
-            ids[at, : len(row)] = torch.from_numpy(row)
-            mask[at, : len(row)] = torch.from_numpy(is_sampled)
+        for at, (of_row, is_sampled) in enumerate(chosen):
+            ids[at, : len(of_row)] = torch.from_numpy(of_row)
+            mask[at, : len(of_row)] = torch.from_numpy(is_sampled)
         is_real = None if len({len(row) for row, _ in chosen}) == 1 else (ids > 0).long()
         first = int(mask.any(0).nonzero()[0])
         logits = model(ids, attention_mask=is_real, logits_to_keep=longest - first + 1).logits

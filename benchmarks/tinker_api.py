@@ -11,39 +11,35 @@ Server, client and run are processes of their own with one thread each; runs and
 and the median step counts. The client costs time of its own, on another core: about as much
 processor time a request as the server.
 
-    python benchmarks/tinker.py [--json] [--steps 12] [--rounds 3] [--model tiny-gpt-oss]
+    python benchmarks/tinker_api.py [--steps 12] [--rounds 3] [--model tiny-gpt-oss]
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib.util
 import json
 import os
 import signal
 import sqlite3
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-    os.environ.setdefault(variable, "1")
-os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"}
+from measuring import ROOT, CannotRun, Row, Side, alone, command_of, main, note, row
+from measuring.runs import steps_of, train_quickstart
 
-NAME = "tinker"
-ROOT = Path(__file__).resolve().parents[1]
+os.environ |= {"MKL_NUM_THREADS": "1", "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"}
+
 EXAMPLE = ROOT / "examples" / "tinker_docsearch.py"
 WARMUP_STEPS = 2
 NUM_FUTURES, PROMPT_TOKENS = 2000, 300
 RANK = 32
-GOALS = {"training-step": 1.25, "rl-step": 1.25, "future": 3.0, "journal": 2.0}
+GOALS = {"future": 3.0, "journal": 2.0}
 
 
 class TimedDatabase(sqlite3.Connection):
@@ -102,79 +98,48 @@ class Idle:
         return SamplingResult(sequences=(reply,))
 
 
-async def serve_idle(directory: Path) -> None:
+def serve_idle(directory: str) -> None:
     from lockstep.agent.gateway.config import GatewayConfig
     from lockstep.agent.gateway.listener import Listener
     from lockstep.tinker.server import TinkerServer
     from lockstep.tinker.service import TinkerService
 
-    service = TinkerService(Idle(), directory)  # type: ignore[arg-type]
-    listener = Listener(GatewayConfig())
-    TinkerServer(service, listener=listener)
-    await service.start()
-    await listener.start()
-    print(json.dumps({"url": listener.url}), flush=True)
-    await asyncio.Event().wait()
+    async def forever() -> None:
+        service = TinkerService(Idle(), Path(directory))  # type: ignore[arg-type]
+        listener = Listener(GatewayConfig())
+        TinkerServer(service, listener=listener)
+        await service.start()
+        await listener.start()
+        print(json.dumps({"url": listener.url}), flush=True)
+        await asyncio.Event().wait()
+
+    asyncio.run(forever())
 
 
-class Server:
-    """A server in a process of its own: of a model, or of nothing."""
+class Server(Side):
+    """A server in a process of its own: of a model, or of nothing. Clients find it by itself."""
 
     def __init__(self, model: str, directory: Path) -> None:
         self._journal = directory / "journal-seconds"
-        arguments = ["--serve", model, "--api", "tinker", "--json", "--out", str(directory / "out")]
-        if not model:
-            arguments = ["--serve-idle", str(directory / "idle")]
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, *arguments],
-            stdout=subprocess.PIPE,
-            env={**os.environ, "JOURNAL_SECONDS": str(self._journal)},
-            text=True,
-        )
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("the server did not start; its message is above.")
-        os.environ["TINKER_BASE_URL"] = json.loads(line)["url"]
-        os.environ["TINKER_API_KEY"] = "tml-local"
-
-    def cpu_seconds(self) -> float:
-        words = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+        words = [model, "--api", "tinker", "--json", "--out", str(directory / "out")]
+        command = command_of(serve, words) if model else command_of(serve_idle, str(directory))
+        super().__init__(command, environment={"JOURNAL_SECONDS": str(self._journal)})
+        os.environ |= {"TINKER_BASE_URL": self.first["url"], "TINKER_API_KEY": "tml-local"}
 
     def journal_seconds(self) -> float:
         self._journal.unlink(missing_ok=True)
-        self._process.send_signal(signal.SIGUSR1)
+        os.kill(self.pid, signal.SIGUSR1)
         while not (self._journal.exists() and (text := self._journal.read_text())):
             time.sleep(0.01)
         return float(text)
 
-    def close(self) -> None:
-        self._process.send_signal(signal.SIGINT)
-        self._process.wait(60)
-
-
-@contextmanager
-def served(model: str, directory: Path) -> Iterator[Server]:
-    server = Server(model, directory)
-    try:
-        yield server
-    finally:
-        server.close()
-
 
 def train(model: str, steps: int, out: Path) -> list[dict[str, Any]]:
-    """`lockstep train quickstart` with an adapter: its rows of metrics, after the first ones."""
-    settings = ("evaluation.every=1000000", "evaluation.at_start=false", "evaluation.num_tasks=1")
-    command = [sys.executable, "-m", "lockstep.cli", "train", "quickstart", f"model={model}"]
-    subprocess.run(
-        [*command, f"steps={steps}", f"lora.rank={RANK}", f"out={out}", *settings, "--json"],
-        check=True,
-        stdout=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-    )
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "train/loss" in row][WARMUP_STEPS:]
+    """A quickstart with an adapter: its rows of metrics, after the first ones."""
+    settings = [f"model={model}", f"steps={steps}", f"lora.rank={RANK}", "evaluation.num_tasks=1",
+                "evaluation.every=1000000"]  # fmt: skip
+    alone(train_quickstart, settings, str(out))
+    return steps_of(out)[WARMUP_STEPS:]
 
 
 def play(model: str, steps: int) -> list[dict[str, Any]]:
@@ -206,83 +171,37 @@ async def futures(server: Server) -> tuple[float, float]:
     return ours, theirs
 
 
-def measure(model: str, steps: int, rounds: int) -> list[dict[str, Any]]:
-    api: dict[str, list[float]] = {"training": [], "rl": []}
-    own: dict[str, list[float]] = {"training": [], "rl": []}
-    with tempfile.TemporaryDirectory() as place, served(model, Path(place)) as server:
+def compare(*, steps: int = 12, rounds: int = 3, model: str = "tiny-gpt-oss") -> Iterator[Row]:
+    if importlib.util.find_spec("tinker") is None:
+        raise CannotRun("the client is not installed: pip install tinker")
+    api: dict[str, list[float]] = {"training-step": [], "rl-step": []}
+    own: dict[str, list[float]] = {"training-step": [], "rl-step": []}
+    with tempfile.TemporaryDirectory() as place, Server(model, Path(place)) as server:
         journal_seconds = rl_seconds = 0.0
         for number in range(rounds):
-            run = Path(place) / f"run{number}"
-            rows = train(model, steps, run)
-            own["rl"] += [row["time/step_seconds"] for row in rows]
-            own["training"] += [
-                1e3 * row["time/train_seconds"] / row["tokens/trained"] for row in rows
-            ]
+            for found in train(model, steps, Path(place) / f"run{number}"):
+                own["rl-step"].append(found["time/step_seconds"])
+                seconds = found["time/train_seconds"] / found["tokens/trained"]
+                own["training-step"].append(1e3 * seconds)
             began, before = time.perf_counter(), server.journal_seconds()
-            rows = play(model, steps)
+            for found in play(model, steps):
+                api["rl-step"].append(found["seconds"])
+                seconds = found["train_seconds"] / found["trained_tokens"]
+                api["training-step"].append(1e3 * seconds)
             journal_seconds += server.journal_seconds() - before
             rl_seconds += time.perf_counter() - began
-            api["rl"] += [row["seconds"] for row in rows]
-            api["training"] += [1e3 * row["train_seconds"] / row["trained_tokens"] for row in rows]
             note(f"round {number + 1} of {rounds}")
-    with tempfile.TemporaryDirectory() as place, served("", Path(place)) as server:
+    how = "median seconds through the API (ours) and of lockstep train (peer)"
+    for name in api:
+        yield row(f"tinker-{name}", median(api[name]), median(own[name]), "s", how=how)
+    with tempfile.TemporaryDirectory() as place, Server("", Path(place)) as server:
         server_ms, client_ms = asyncio.run(futures(server))
-    parts = []
-    for name, key in (("training-step", "training"), ("rl-step", "rl")):
-        ours, peer = statistics.median(api[key]), statistics.median(own[key])
-        how = "median seconds through the API (ours) and of lockstep train (peer)"
-        parts.append(part(name, ours, peer, "s", how))
-        note(f"{name}: {ours:.3f} s through the API, {peer:.3f} s without: {ours / peer:.2f}x")
-    how = (
-        f"processor time of the server, {client_ms:.2f} ms of the client beside it; peer: the goal"
-    )
-    parts.append(part("future", server_ms, GOALS["future"], "ms", how))
+    how = f"of the server's processor, {client_ms:.2f} ms of the client's beside it; peer: the goal"
+    yield row("tinker-future", server_ms, GOALS["future"], "ms", how=how)
     share = 100 * journal_seconds / rl_seconds
     how = "share of a whole step's time; peer: the goal"
-    parts.append(part("journal", share, GOALS["journal"], "%", how))
-    note(f"future: {server_ms:.2f} ms of the server; journal: {share:.2f} % of an RL step")
-    return parts
-
-
-def part(name: str, ours: float, peer: float, unit: str, how: str) -> dict[str, Any]:
-    return {
-        "name": f"{NAME}-{name}",
-        "ours": round(ours, 4),
-        "peer": round(peer, 4),
-        "unit": unit,
-        "ratio": round(peer / ours, 3),
-        "better": "lower",
-        "how": how,
-    }
-
-
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def main() -> int:
-    if "--serve" in sys.argv[1:2]:
-        serve(sys.argv[2:])
-        return 0
-    if "--serve-idle" in sys.argv[1:2]:
-        asyncio.run(serve_idle(Path(sys.argv[2])))
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print the JSON line alone on stdout")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", default="tiny-gpt-oss")
-    options = parser.parse_args()
-    if importlib.util.find_spec("tinker") is None:
-        print(
-            json.dumps({"name": NAME, "skipped": "the client is not installed: pip install tinker"})
-        )
-        return 0
-    parts = measure(options.model, options.steps, options.rounds)
-    print(json.dumps({**parts[0], "name": NAME, "parts": parts}))
-    return 0
+    yield row("tinker-journal", share, GOALS["journal"], "%", how=how)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(compare, short={"steps": 5, "rounds": 1})

@@ -14,24 +14,23 @@ and in one piece, with its own attention and with torch's flash kernel: the fast
 are wall time, the best over the rounds, since other load only adds time. --clock cpu counts the
 processor time of all threads instead: for a machine that others use.
 
-    python benchmarks/true_on_policy.py [--json] [--rounds N] [--threads N ...] [--only FIGURE ...]
+    python benchmarks/true_on_policy.py [--rounds N] [--threads N ...] [--only FIGURE ...]
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+from measuring import Row, Side, answer_lines, command_of, in_turn, main, row
+from measuring.sampling import reply_to, requests_of
 
 import numpy as np
 import torch
@@ -49,11 +48,9 @@ from lockstep.ops.invariant import InvariantOps, ask_for_reproducible_gemm
 from lockstep.ops.paged import paged_attention
 from lockstep.training.config import TrainerConfig
 from lockstep.training.trainer import Trainer
-from lockstep.types import Request, Sample, SamplingParams
+from lockstep.types import Sample
 
-NAME = "true_on_policy"
 Tensor = torch.Tensor
-Kind = Literal["qwen3", "gpt_oss"]
 
 COMMON: dict[str, Any] = {
     "vocab_size": 16384, "hidden_size": 512, "num_layers": 4, "num_heads": 8, "head_dim": 64,
@@ -123,19 +120,31 @@ class FlashAttention(Ops):
         )
 
 
-class Side:
-    """The model of a measuring process, one at a time, with its engines and its trainer."""
+class Bench:
+    """The model of a measuring process, with its engines and its trainer."""
 
-    def __init__(self, backends: dict[str, Ops], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, backends: dict[str, Ops], clock: Callable[[], float], kind: str, dtype: str
+    ) -> None:
         self._backends, self._clock = backends, clock
-        self._made: tuple[str, str] | None = None
         self._num_requests = 0
+        model = Decoder(ModelConfig(architecture=kind, **SHAPES[kind]))  # pyright: ignore[reportArgumentType]
+        model.init_weights(std=0.05, seed=0)
+        self._model = model.to(getattr(torch, dtype))
+        self._trainer = Trainer(self._model, TrainerConfig(lr=1e-6), like=Path("."))
+        self._engines: dict[str, EmbeddedEngine] = {}
+        self._rng = np.random.default_rng(0)
+        self._prompts = self._rng.integers(0, 16384, (64, DECODE_PROMPT))
+        lengths = self._rng.integers(TRAIN_TOKENS - 50, TRAIN_TOKENS + 51, TRAIN_ROWS)
+        self._rows = [
+            sample_of(f"row/{i}", ids[:100], ids[100:], np.full(n - 100, -9.0))
+            for i, n in enumerate(lengths)
+            for ids in [self._rng.integers(0, 16384, n)]
+        ]
 
-    def measure(self, kind: str, dtype: str, figure: str, variant: str) -> dict[str, Any]:
-        """Seconds of one round, and what else is to be told."""
+    def measure(self, figure: str, variant: str) -> dict[str, Any]:
+        """Seconds of one round, and the number of its tokens."""
         attention = variant.partition("+")[2]
-        if self._made != (kind, dtype):
-            self._make(kind, dtype)
         self._model.ops = self._backends[attention]
         if figure == "train":
             return {"seconds": self._train(), "tokens": sum(len(s) for s in self._rows)}
@@ -155,44 +164,18 @@ class Side:
             return {"seconds": min(found), "tokens": batch}
         return self._step(engine, Correction.PRESETS[figure.partition("-")[2]]())
 
-    def _make(self, kind: str, dtype: str) -> None:
-        config = ModelConfig(architecture=kind, **SHAPES[kind])  # pyright: ignore[reportArgumentType]
-        model = Decoder(config)
-        model.init_weights(std=0.05, seed=0)
-        self._model = model.to(getattr(torch, dtype))
-        settings = TrainerConfig(lr=1e-6)
-        self._trainer = Trainer(self._model, settings, like=Path("."))
-        self._engines: dict[str, EmbeddedEngine] = {}
-        self._rng = np.random.default_rng(0)
-        self._prompts = self._rng.integers(0, 16384, (64, DECODE_PROMPT))
-        lengths = self._rng.integers(TRAIN_TOKENS - 50, TRAIN_TOKENS + 51, TRAIN_ROWS)
-        self._rows = [
-            sample_of(f"row/{i}", ids[:100], ids[100:], np.full(n - 100, -9.0))
-            for i, n in enumerate(lengths)
-            for ids in [self._rng.integers(0, 16384, n)]
-        ]
-        self._made = (kind, dtype)
-
     def _run(
         self, engine: EmbeddedEngine, prompts: np.ndarray, num_tokens: int
     ) -> tuple[list[tuple[float, int, int]], list[Any]]:
         """(seconds, tokens sampled, tokens prefilled) of each step, and the replies."""
         steps: list[tuple[float, int, int]] = []
-        replies: list[Any] = [None] * len(prompts)
+        replies: list[Any] = []
         self._num_requests += 1
-
-        async def reply(number: int) -> None:
-            request = Request(
-                id=f"{self._num_requests}/{number}",
-                prompt_ids=prompts[number].astype(np.int32),
-                sampling=SamplingParams(max_tokens=num_tokens, temperature=1.0),
-                seed=number,
-            )
-            replies[number] = [delta async for delta in engine.generate(request)][-1]
+        requests = requests_of(prompts, num_tokens, tag=str(self._num_requests))
 
         async def watch() -> None:
             # The engine gives the loop a turn after every step: each step is seen by itself.
-            tasks = [asyncio.create_task(reply(i)) for i in range(len(prompts))]
+            tasks = [asyncio.create_task(reply_to(engine, r)) for r in requests]
             before, began = counts(engine), self._clock()
             while not all(task.done() for task in tasks):
                 await asyncio.sleep(0)
@@ -200,14 +183,14 @@ class Side:
                 if after[0] != before[0]:
                     steps.append((ended - began, after[1] - before[1], after[2] - before[2]))
                 before, began = after, ended
-            await asyncio.gather(*tasks)
+            replies.extend([await task for task in tasks])
 
         asyncio.run(watch())
         return steps, replies
 
     def _train(self) -> float:
-        for row in self._rows:
-            row.set("old_logprobs", row.columns["rollout_logprobs"])
+        for sample in self._rows:
+            sample.set("old_logprobs", sample.columns["rollout_logprobs"])
         started = self._clock()
         self._trainer.forward_backward(self._rows, make_loss(PPOClip()))
         seconds = self._clock() - started
@@ -218,7 +201,6 @@ class Side:
         prompts = self._rng.integers(0, 16384, (STEP_TASKS, STEP_PROMPT)).repeat(STEP_GROUP, 0)
         started = self._clock()
         _, replies = self._run(engine, prompts, STEP_REPLY)
-        sampled = self._clock() - started
         samples = [
             sample_of(f"episode/{i}", prompt, reply.token_ids, reply.logprobs)
             for i, (prompt, reply) in enumerate(zip(prompts, replies, strict=True))
@@ -227,7 +209,6 @@ class Side:
         asyncio.run(engine.load_weights(None, version=self._trainer.version))
         return {
             "seconds": self._clock() - started,
-            "sample_seconds": sampled,
             "tokens": STEP_TASKS * STEP_GROUP * STEP_REPLY,
             "unequal": metrics["mismatch/unequal_tokens"],
             "compared": metrics["mismatch/compared_tokens"],
@@ -255,183 +236,88 @@ def sample_of(name: str, prompt: np.ndarray, reply: np.ndarray, logprobs: np.nda
     )
 
 
-def run_side(name: str, clock: str) -> None:
-    """Answers jobs, a line of JSON each, until its input ends."""
+def run_side(name: str, kind: str, dtype: str, threads: int, clock: str) -> None:
+    """A measurement for each line on stdin."""
     backends: dict[str, Ops] = {"": Ops(), "flash": FlashAttention()}
     if name == "ours":
+        ask_for_reproducible_gemm()
         backends = {"": InvariantOps()}
-    side = Side(backends, CLOCKS[clock])
-    print("{}", flush=True)
-    for line in sys.stdin:
-        print(json.dumps(side.measure(**json.loads(line))), flush=True)
+    torch.set_num_threads(threads)
+    bench = Bench(backends, CLOCKS[clock], kind, dtype)
+    answer_lines(lambda job: bench.measure(*job))
 
 
 # -- side by side ----------------------------------------------------------------------------------
 
 
-class Process:
-    """A side in a process of its own."""
+def measure(ours: Side, plain: Side, figure: str, rounds: int, fastest: str) -> dict[str, Any]:
+    """variant -> rounds of a figure; ours is "ours". The plain side is measured in each variant.
 
-    def __init__(self, name: str, threads: int, clock: str) -> None:
-        environment = {k: v for k, v in os.environ.items() if k != "MKL_CBWR"}
-        command = [
-            sys.executable, __file__, "--side", name, "--threads", str(threads), "--clock", clock
-        ]  # fmt: skip
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env=environment | {"OMP_NUM_THREADS": str(threads)},
-        )  # fmt: skip
-        self._answer()
-
-    def measure(self, **job: str) -> dict[str, Any]:
-        assert self._process.stdin is not None, "opened as a pipe"
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None, "opened as a pipe"
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"{NAME}: a side ended early, exit code {self._process.wait()}.")
-        return json.loads(line)
-
-
-def jobs_of(figure: str, fastest: str) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """Our function for a figure, and the plain side's functions: the fastest counts.
-
-    fastest: the variant that decoded 64 requests fastest, or nothing if that was not measured.
+    A round before the others is for warm-up and does not count; steps are so long that they need
+    none. fastest: the variant that decoded 64 requests fastest, or "" if that was not measured.
     """
+    is_step = figure.startswith("step")
     variants = VARIANTS if figure in PAGED else VARIANTS[:1]
-    if figure.startswith("step"):
+    if is_step:
         variants = (fastest,) if fastest else ("resident", "resident+flash")
-    ours = "step-bypass" if figure.startswith("step") else figure
-    return (
-        {"figure": ours, "variant": "resident"},
-        [{"figure": figure, "variant": variant} for variant in variants],
-    )
+        rounds = min(rounds, 2)
+    our_job = ("step-bypass" if is_step else figure, "resident")
+    sides = {"ours": partial(ours.ask, our_job)}
+    sides |= {variant: partial(plain.ask, (figure, variant)) for variant in variants}
+    found = in_turn(rounds + (not is_step), sides)
+    return {name: taken[not is_step :] for name, taken in found.items()}
+
+
+def figures_of(
+    kind: str, dtype: str, threads: int, figures: tuple[str, ...], rounds: int, clock: str
+) -> Iterator[Row]:
+    """Every figure of one model."""
+    fastest = ""
+    with ExitStack() as stack:
+        ours, plain = (
+            stack.enter_context(
+                Side(
+                    command_of(run_side, name, kind, dtype, threads, clock),
+                    environment={"OMP_NUM_THREADS": str(threads)},
+                )
+            )
+            for name in ("ours", "plain")
+        )
+        for figure in figures:
+            found = measure(ours, plain, figure, rounds, fastest)
+            seconds = {name: min(r["seconds"] for r in taken) for name, taken in found.items()}
+            our_rounds, best = found["ours"], seconds.pop("ours")
+            variant = min(seconds, key=lambda name: seconds[name])
+            fastest = variant if figure == "decode-64" else fastest
+            title, limits = FIGURES[figure]
+            speeds = [our_rounds[0]["tokens"] / taken for taken in (best, seconds[variant])]
+            how = (
+                f"{title}; {threads} thread(s), {clock} time, plain in its fastest variant, "
+                f"{variant}; cost {best / seconds[variant]:.2f} of at most {limits[dtype]:.2f}; "
+                f"{speeds[0]:,.0f} tokens/s, plain {speeds[1]:,.0f}"
+            )
+            if "unequal" in our_rounds[0]:
+                unequal, compared = (sum(r[x] for r in our_rounds) for x in ("unequal", "compared"))
+                how += f"; {unequal:.0f} of {compared:.0f} tokens unequal"
+            name = f"true_on_policy/{figure}/{kind}/{dtype}"
+            yield row(name, 1e3 * best, 1e3 * seconds[variant], "ms", how=how)
 
 
 def compare(
-    ours: Process, peer: Process, kind: str, dtype: str, figures: list[str], rounds: int
-) -> Iterator[dict[str, Any]]:
-    """Each figure of one model. A round before the others is for warm-up and does not count; steps
-    are so long that they need none."""
-    fastest = ""
-    for figure in figures:
-        our_job, peer_jobs = jobs_of(figure, fastest)
-        is_long = figure.startswith("step")
-        our_rounds: list[dict[str, Any]] = []
-        peer_rounds: dict[str, list[float]] = {job["variant"]: [] for job in peer_jobs}
-        for turn in range(is_long, min(rounds, 2) + 1 if is_long else rounds + 1):
-            found = ours.measure(kind=kind, dtype=dtype, **our_job)
-            if turn:
-                our_rounds.append(found)
-            for job in peer_jobs:
-                seconds = peer.measure(kind=kind, dtype=dtype, **job)["seconds"]
-                if turn:
-                    peer_rounds[job["variant"]].append(seconds)
-        variant = min(peer_rounds, key=lambda name: min(peer_rounds[name]))
-        if figure == "decode-64":
-            fastest = variant
-        best, theirs = min(r["seconds"] for r in our_rounds), min(peer_rounds[variant])
-        case = {
-            "figure": figure,
-            "model": kind,
-            "dtype": dtype,
-            "seconds": best,
-            "plain_seconds": theirs,
-            "cost": round(best / theirs, 3),
-            "limit": FIGURES[figure][1][dtype],
-            "tokens_per_second": round(our_rounds[0]["tokens"] / best),
-            "plain_tokens_per_second": round(our_rounds[0]["tokens"] / theirs),
-            "plain": variant,
-        }
-        if "unequal" in our_rounds[0]:
-            case["unequal_tokens"] = int(sum(r["unequal"] for r in our_rounds))
-            case["compared_tokens"] = int(sum(r["compared"] for r in our_rounds))
-        yield case
-
-
-def parts_of(cases: list[dict[str, Any]], how: str) -> list[dict[str, Any]]:
-    """A row per figure and dtype: the case that costs most."""
-    parts = []
-    for figure, (title, _) in FIGURES.items():
-        for dtype in DTYPES:
-            found = [c for c in cases if (c["figure"], c["dtype"]) == (figure, dtype)]
-            if not found:
-                continue
-            worst = max(found, key=lambda case: case["cost"])
-            parts.append(
-                {
-                    "name": f"{NAME}/{figure}/{dtype}",
-                    "ours": round(1000 * worst["seconds"], 3),
-                    "peer": round(1000 * worst["plain_seconds"], 3),
-                    "unit": "ms",
-                    "ratio": round(worst["plain_seconds"] / worst["seconds"], 3),
-                    "better": "lower",
-                    "how": f"{title}; {worst['model']}, {worst['threads']} thread(s); {how}",
-                }
-            )
-    return parts
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", action="store_true", help="print the last line only")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each side that count")
-    parser.add_argument("--threads", type=int, nargs="+", default=[2])
-    parser.add_argument("--only", nargs="+", choices=list(FIGURES), default=list(FIGURES))
-    parser.add_argument("--model", nargs="+", choices=list(SHAPES), default=list(SHAPES))
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="cpu: busy machine")
-    parser.add_argument("--side", choices=["ours", "plain"], help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.side:
-        if options.side == "ours":
-            ask_for_reproducible_gemm()
-        torch.set_num_threads(options.threads[0])
-        run_side(options.side, options.clock)
-        return
-    cases: list[dict[str, Any]] = []
-    for threads in options.threads:
-        with ExitStack() as stack:
-            ours, peer = (Process(name, threads, options.clock) for name in ("ours", "plain"))
-            stack.callback(ours.close)
-            stack.callback(peer.close)
-            for kind in options.model:
-                for dtype in options.dtype:
-                    for case in compare(ours, peer, kind, dtype, options.only, options.rounds):
-                        cases.append(case | {"threads": threads})
-                        if not options.json:
-                            print(line_of(cases[-1]), flush=True)
-    how = (
-        f"the dearest of models and thread counts, best of {options.rounds} rounds in turn, "
-        f"{options.clock} time"
-    )
-    parts = parts_of(cases, how)
-    print(json.dumps({**min(parts, key=lambda part: part["ratio"]), "name": NAME,
-                      "parts": parts, "cases": cases}))  # fmt: skip
-
-
-def line_of(case: dict[str, Any]) -> str:
-    text = (
-        f"{case['model']:8} {case['dtype']:9} {case['threads']} thread(s) "
-        f"{case['figure']:15} {1000 * case['seconds']:9.2f} ms, plain "
-        f"{1000 * case['plain_seconds']:9.2f} ms ({case['plain']}), cost {case['cost']:.2f} of at "
-        f"most {case['limit']:.2f}; {case['tokens_per_second']:,} tokens/s, plain "
-        f"{case['plain_tokens_per_second']:,}"
-    )
-    if "compared_tokens" in case:
-        text += f"; {case['unequal_tokens']} of {case['compared_tokens']} tokens unequal"
-    return text
+    *,
+    rounds: int = 3,
+    threads: tuple[int, ...] = (2,),
+    only: tuple[str, ...] = tuple(FIGURES),
+    model: tuple[str, ...] = tuple(SHAPES),
+    dtype: tuple[str, ...] = DTYPES,
+    clock: str = "wall",
+) -> Iterator[Row]:
+    """clock: "cpu" on a busy machine."""
+    os.environ.pop("MKL_CBWR", None)
+    for num_threads, kind, of in product(threads, model, dtype):
+        yield from figures_of(kind, of, num_threads, only, rounds, clock)
 
 
 if __name__ == "__main__":
-    main()
+    short = {"rounds": 1, "only": ("decode-8", "train"), "model": ("qwen3",), "dtype": ("float32",)}
+    main(compare, short=short)

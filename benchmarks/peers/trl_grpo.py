@@ -7,8 +7,8 @@ Run by that benchmark in TRL's own virtual environment, with this checkout on PY
 
 The recipe and the overrides equal our own run's: tasks, batch, sampling and optimizer are read from
 its config. Only the torch-free rooms of lockstep are imported (tasks, world, reward, and the
-renderer to check against). With --paced it prints READY before each step, and waits for a line on
-stdin. The last line printed is a JSON object: cost, reward and sampled tokens of each step.
+renderer to check against). It makes a step for each line on stdin and answers with a JSON line:
+the step's cost, reward and sampled tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-import transformers
-import trl
 from datasets import Dataset
 from datasets.table import InMemoryTable
 from transformers import (
@@ -40,7 +38,7 @@ from transformers import (
 from trl import GRPOConfig, GRPOTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from measuring import can_measure, peak_mib
+from measuring import peak_mib
 
 from lockstep.agent.environment import Environment
 from lockstep.config import resolve
@@ -211,30 +209,27 @@ class AnswerJudge:
 
 
 class Clock(TrainerCallback):
-    """Wall and processor time of every step: sampling, tools, reward, update."""
+    """Wall and processor time of every step: sampling, tools, reward, update. Answers the line that
+    asked for the step."""
 
-    def __init__(self, *, is_paced: bool) -> None:
-        self.steps: list[dict[str, float]] = []
-        self._is_paced = is_paced
+    def __init__(self) -> None:
+        print("{}", flush=True)
+        self._step: dict[str, float] = {}
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        if self._is_paced:
-            print("READY", flush=True)
-            sys.stdin.readline()
+        sys.stdin.readline()
         self._began = time.perf_counter(), time.process_time()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         wall, cpu = self._began
-        self.steps.append(
-            {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
-        )
+        seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
+        self._step = {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_mib": peak_mib()}
 
     def on_log(self, *_: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
         if logs and "reward" in logs:
-            self.steps[-1]["reward"] = float(logs["reward"])
-            self.steps[-1]["tokens_per_episode"] = float(logs["completions/mean_length"])
-            if (calls := logs.get("tools/call_frequency")) is not None:
-                self.steps[-1]["calls_per_episode"] = float(calls)
+            reward, tokens = float(logs["reward"]), float(logs["completions/mean_length"])
+            step = self._step | {"reward": reward, "tokens_per_episode": tokens}
+            print(json.dumps(step), flush=True)
 
 
 def check_format(tokenizer: Any, renderer: Renderer) -> None:
@@ -284,7 +279,6 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*")
     parser.add_argument("--trl", type=json.loads, default={}, help="GRPOConfig fields, as JSON")
-    parser.add_argument("--paced", action="store_true")
     options = parser.parse_args()
     is_own = options.recipe == "custom"
     if is_own:
@@ -408,9 +402,8 @@ def search_parts(config: Config) -> dict[str, Any]:
 def train(
     config: Config, options: argparse.Namespace, *, settings: dict[str, Any], **parts: Any
 ) -> None:
-    """Runs the steps, and prints the time of each."""
+    """Runs the steps."""
     trainer, objective = config.trainer, config.objective
-    clock = Clock(is_paced=options.paced)
     with TemporaryDirectory() as directory:
         settings = settings | {
             "output_dir": directory,
@@ -444,10 +437,8 @@ def train(
             "report_to": [],
             "disable_tqdm": True,
         }
-        GRPOTrainer(args=GRPOConfig(**(settings | options.trl)), callbacks=[clock], **parts).train()
-    versions = {"trl": trl.__version__, "transformers": transformers.__version__}
-    found = {"steps": clock.steps, "versions": {**versions, "torch": torch.__version__}}
-    print(json.dumps(found | ({"peak_mib": peak_mib()} if can_measure() else {})))
+        arguments = GRPOConfig(**(settings | options.trl))
+        GRPOTrainer(args=arguments, callbacks=[Clock()], **parts).train()
 
 
 if __name__ == "__main__":

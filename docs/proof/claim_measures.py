@@ -429,6 +429,7 @@ def memory_of_experts() -> Figures:
     """MiB at the peak of 4,096 tokens through gpt-oss' 32 experts of width 512, without gradient:
     ours, and every token through every expert, as transformers did without gradient."""
     from measuring import used_by
+
     from moe import ACTIVE, EXPERTS, WIDTH, make_layer
 
     _, ours = make_layer("plain")
