@@ -132,7 +132,6 @@ class Work:
     also: set[str] = field(default_factory=set)
     """Causes that are as right: a rendering that leaves most replies' text as it is encodes them
     again, and does no more; one that leaves out thoughts drops them."""
-    sampler_model: Any = None
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     def pick(self, share: float, rows: Sequence[Row]) -> list[Row]:
@@ -936,7 +935,6 @@ def dump_lines(
             version=episode.version if work.has_versions else None,
             messages=episode.messages[:last],
             engine_ids=episode.replies, engine_prompt_ids=episode.prompts,
-            text=program.decode(row.ids[row.prompt_length :]),
         ))  # fmt: skip
     for one in faults:
         if one.lines is not None:
@@ -975,8 +973,8 @@ def written(folder: Path, work: Work, lines: Sequence[Line], level: str) -> Path
     if level != "e":
         lines = [replace(line, engine_ids=None, engine_prompt_ids=None) for line in lines]
     facts = {
-        "temperature": work.temperature, "pad_id": program.tokenizer.pad_token_id,
-        "eos_ids": sorted(program.end_ids), "trainer_version": VERSION,
+        "temperature": work.temperature, "eos_ids": sorted(program.end_ids),
+        "trainer_version": VERSION,
     }  # fmt: skip
     if level in "ce" and program.template.has_tools:
         facts["tools"] = json.dumps(wild.TOOLS)

@@ -3,7 +3,8 @@
     python docs/proof/wild_players.py                  makes every player (about a minute each)
     python docs/proof/wild_players.py llama-chatml     one of them
 
-A *player* is a model architecture of transformers, a tokenizer, a chat template and a dump format.
+A *player* is a model architecture of transformers, a tokenizer, a chat template and a trainer's
+format. Dumps have the doctor's own columns; of a format, only whether it logs versions counts.
 It samples, templates and scores with transformers, tokenizers, numpy and torch alone: nothing of
 Lockstep is imported here. `NAME@vllm` is the same player sampled by vLLM in float32, and
 `NAME@vllm-bfloat16` in bfloat16 (wild_vllm.py); transformers scores what they say. Which parts no
@@ -492,7 +493,6 @@ class Program:
     tokenizer: PreTrainedTokenizerFast
     model: Any
     end_ids: frozenset[int] = frozenset()
-    notes: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ids = self.tokenizer.convert_tokens_to_ids(list(self.template.ends))
@@ -1162,167 +1162,13 @@ class Line:
     messages: list[Message] | None = None
     engine_ids: list[Ids] | None = None
     engine_prompt_ids: list[Ids] | None = None
-    text: str = ""
-
-
-Writer = Callable[[Path, Sequence[Line], Mapping[str, Any]], Path]
-"""Writes lines under a folder, and returns what `lockstep doctor` is given. Facts: temperature,
-pad_id, eos_ids, trainer_version, model."""
-
-
-def _filled(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """0.0 where a trainer's tensor holds nothing: outside of the trained tokens."""
-    return np.where(np.isnan(values) & ~mask, 0.0, values).astype(np.float32)
-
-
-def _padded(rows: Sequence[np.ndarray], fill: Any, *, is_left: bool = False) -> torch.Tensor:
-    width = max(map(len, rows))
-    out = np.full((len(rows), width), fill, rows[0].dtype)
-    for n, row in enumerate(rows):
-        out[n, width - len(row) if is_left else 0 : width if is_left else len(row)] = row
-    return torch.from_numpy(out)
-
-
-def write_verl(folder: Path, lines: Sequence[Line], facts: Mapping[str, Any]) -> Path:
-    """A DataProto as `save_to_disk` pickles it: (tensors as torch.save's bytes, arrays, settings).
-
-    verl imports a distributed stack: its class is stood in for, the content is its own."""
-    import io
-    import pickle
-    import types
-
-    pairs = [(line.prompt_length, line) for line in lines]
-    prompts = _padded([one.ids[:p] for p, one in pairs], facts["pad_id"], is_left=True)
-    responses = _padded([one.ids[p:] for p, one in pairs], facts["pad_id"])
-    here = torch.cat([
-        _padded([np.ones(p, np.int64) for p, _ in pairs], 0, is_left=True),
-        _padded([np.ones(len(one.ids) - p, np.int64) for p, one in pairs], 0),
-    ], 1)  # fmt: skip
-    masks = _padded([one.mask[p:].astype(np.int64) for p, one in pairs], 0)
-    rewards = [np.zeros(len(one.ids) - p, np.float32) for p, one in pairs]
-    for reward, line in zip(rewards, lines, strict=True):
-        reward[-1] = line.reward
-    tensors = {
-        "prompts": prompts, "responses": responses, "input_ids": torch.cat([prompts, responses], 1),
-        "attention_mask": here, "response_mask": masks,
-        "rollout_log_probs": _padded([_filled(one.sampler, one.mask)[p:] for p, one in pairs], 0.0),
-        "old_log_probs": _padded([_filled(one.trainer, one.mask)[p:] for p, one in pairs], 0.0),
-        "advantages": masks * torch.tensor([one.advantage for one in lines])[:, None],
-        "token_level_scores": _padded(rewards, 0.0),
-    }  # fmt: skip
-    buffer = io.BytesIO()
-    torch.save(tensors, buffer)
-    arrays: dict[str, Any] = {"uid": np.array([f"task-{one.group}" for one in lines], object)}
-    if lines[0].version is not None:
-        versions = np.array([one.version for one in lines], object)
-        arrays |= {"min_global_steps": versions, "max_global_steps": versions}
-    meta = {"temperature": facts["temperature"], "global_steps": lines[0].step,
-            "eos_token_id": facts["eos_ids"], "pad_token_id": facts["pad_id"]}  # fmt: skip
-    module = types.ModuleType("verl.protocol")
-
-    class DataProto:
-        def __getstate__(self) -> Any:
-            return buffer.getvalue(), arrays, meta
-
-    DataProto.__module__, DataProto.__qualname__ = "verl.protocol", "DataProto"
-    module.DataProto = DataProto  # type: ignore[attr-defined]
-    before = {name: sys.modules.get(name) for name in ("verl", "verl.protocol")}
-    sys.modules |= {"verl": types.ModuleType("verl"), "verl.protocol": module}
-    path = folder / "batch.dp"
-    try:
-        with open(path, "wb") as file:
-            pickle.dump(DataProto(), file)
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del sys.modules[name]
-            else:
-                sys.modules[name] = value
-    return path
-
-
-def write_trl(folder: Path, lines: Sequence[Line], facts: Mapping[str, Any]) -> Path:
-    pairs = [(line.prompt_length, line) for line in lines]
-    batch = {
-        "prompt_ids": _padded([one.ids[:p] for p, one in pairs], facts["pad_id"], is_left=True),
-        "prompt_mask": _padded([np.ones(p, np.int64) for p, _ in pairs], 0, is_left=True),
-        "completion_ids": _padded([one.ids[p:] for p, one in pairs], facts["pad_id"]),
-        "completion_mask": _padded([np.ones(len(one.ids) - p, np.int64) for p, one in pairs], 0),
-        "tool_mask": _padded([one.mask[p:].astype(np.int64) for p, one in pairs], 0),
-        "sampling_per_token_logps": _padded(
-            [_filled(one.sampler, one.mask)[p:] for p, one in pairs], 0.0
-        ),
-        "old_per_token_logps": _padded(
-            [_filled(one.trainer, one.mask)[p:] for p, one in pairs], 0.0
-        ),
-        "advantages": torch.tensor([one.advantage for one in lines], dtype=torch.float32),
-    }  # fmt: skip
-    path = folder / f"{lines[0].step:05d}.pt"
-    torch.save(batch, path)
-    return path
-
-
-def write_slime(folder: Path, lines: Sequence[Line], facts: Mapping[str, Any]) -> Path:
-    samples = []
-    for line in lines:
-        p = line.prompt_length
-        sample = {
-            "tokens": torch.from_numpy(line.ids), "response_lengths": len(line.ids) - p,
-            "loss_masks": torch.from_numpy(line.mask[p:].astype(np.int32)),
-            "rollout_log_probs": torch.from_numpy(_filled(line.sampler, line.mask)[p:]),
-            "log_probs": torch.from_numpy(_filled(line.trainer, line.mask)[p:]),
-            "advantages": torch.full((len(line.ids) - p,), line.advantage),
-            "reward": line.reward, "group_index": line.group, "response": line.text,
-        }  # fmt: skip
-        if line.version is not None:
-            sample["weight_versions"] = [str(line.version)]
-        samples.append(sample)
-    content = {"format_version": 2, "rollout_id": lines[0].step, "rank": 0, "samples": samples}
-    path = folder / f"train_{lines[0].step}.pt"
-    torch.save(content, path)
-    return path
-
-
-def write_prime_rl(folder: Path, lines: Sequence[Line], facts: Mapping[str, Any]) -> Path:
-    path = folder / "token_exports" / f"step_{lines[0].step}" / "rank_0.jsonl"
-    path.parent.mkdir(parents=True)
-    with open(path, "w") as file:
-        for number, line in enumerate(lines):
-            size = len(line.ids)
-            row = {
-                "schema_version": 1, "export_step": line.step, "rank": 0,
-                "export_sequence_idx": number, "token_ids": line.ids.tolist(),
-                "loss_mask": line.mask.tolist(),
-                "inference_logprobs": _filled(line.sampler, line.mask).tolist(),
-                "trainer_logprobs": _filled(line.trainer, line.mask).tolist(),
-                "advantages": [line.advantage] * size, "rewards": [line.reward] * size,
-            }  # fmt: skip
-            file.write(json.dumps(row) + "\n")
-    return folder
-
-
-def write_nemo_rl(folder: Path, lines: Sequence[Line], facts: Mapping[str, Any]) -> Path:
-    width = max(len(line.ids) for line in lines)
-    with open(folder / f"train_data_step{lines[0].step}.jsonl", "w") as file:
-        for line in lines:
-
-            def full(values: np.ndarray, fill: Any, size: int = len(line.ids)) -> list[Any]:
-                return [values.tolist() + [fill] * (width - size)]
-
-            row = {
-                "token_ids": full(line.ids, facts["pad_id"]),
-                "token_loss_mask": full(line.mask.astype(np.int64), 0),
-                "generation_logprobs": full(_filled(line.sampler, line.mask), 0.0),
-                "prev_logprobs": full(_filled(line.trainer, line.mask), 0.0),
-                "input_lengths": [len(line.ids)], "rewards": [line.reward],
-                "advantages": [[line.advantage] * width], "sample_loss_mask": [1.0],
-            }  # fmt: skip
-            file.write(json.dumps(row) + "\n")
-    return folder
 
 
 def write_parquet(folder: Path, lines: Sequence[Line], facts: Mapping[str, Any]) -> Path:
-    """The doctor's own columns, as docs/doctor-dumps.md lists them, written by pyarrow."""
+    """The doctor's own columns, as docs/doctor-dumps.md lists them, written by pyarrow.
+
+    Returns the file. facts: temperature, eos_ids, trainer_version, and the template's tools.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -1350,7 +1196,7 @@ def write_parquet(folder: Path, lines: Sequence[Line], facts: Mapping[str, Any])
         prompts = [one.engine_prompt_ids for one in lines]
         columns["engine_prompt_ids"] = pa.array(prompts, nested)
     told = {"temperature": facts["temperature"], "stop_ids": facts["eos_ids"]}
-    told |= {name: facts[name] for name in ("model", "tools") if facts.get(name)}
+    told |= {"tools": facts["tools"]} if "tools" in facts else {}
     table = pa.table(columns).replace_schema_metadata({"lockstep.doctor": json.dumps(told)})
     path = folder / "rows.parquet"
     pq.write_table(table, path)
@@ -1370,12 +1216,6 @@ def _spoken(messages: Sequence[Message]) -> list[Message]:
         for call in message.get("tool_calls") or ():
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
     return out
-
-
-WRITERS: Mapping[str, Writer] = {
-    "verl": write_verl, "trl": write_trl, "slime": write_slime, "prime-rl": write_prime_rl,
-    "nemo-rl": write_nemo_rl, "parquet": write_parquet,
-}  # fmt: skip
 
 
 if __name__ == "__main__":
