@@ -15,7 +15,6 @@ which gaps are too small to be found. The result is doctor.json, misses by name.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import time
 from collections import Counter
@@ -50,6 +49,7 @@ from doctor_faults import (
     WrongPositions,
     WrongTemplate,
 )
+from example import sampled_groups
 from faulty_dumps import (
     AdapterOfUpdates,
     NonfiniteLogprobs,
@@ -61,27 +61,17 @@ from faulty_dumps import (
     sampled_by,
 )
 
-from lockstep.agent.config import AgentConfig
-from lockstep.agent.loop import Budget, collect, sampling_of
-from lockstep.agent.turns import Policy
+from lockstep.config import resolve
 from lockstep.doctor.causes import is_same_class
 from lockstep.doctor.diagnose import diagnose
 from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.gap import gap_of
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
 from lockstep.doctor.rows import Rows
-from lockstep.engines.base import EngineContext
-from lockstep.engines.config import EmbeddedConfig
-from lockstep.envs.docsearch.config import DocSearchConfig
-from lockstep.models.config import ModelConfig
-from lockstep.models.decoder import Decoder
-from lockstep.models.hf_io import hf_tensors, load_checkpoint
-from lockstep.models.locate import locate_model
-from lockstep.objectives.config import GRPO
-from lockstep.renderers.base import Renderer
-from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.run.preflight import choose_model_renderer
-from lockstep.testing.faults import FaultConfig
+from lockstep.recipes import find_recipe
+from lockstep.run.build import build
+from lockstep.run.preflight import preflight
+from lockstep.testing.faults import FaultConfig, injected
 from lockstep.testing.faults.rows import DroppedFinalTokens, RetokenizedRows, ShiftedLogprobs
 from lockstep.testing.faults.sides import (
     IgnoredSinks,
@@ -94,7 +84,7 @@ from lockstep.testing.faults.sides import (
 )
 from lockstep.training.rows import rows_for_training
 
-MODEL, MAX_TOKENS = "tiny-gpt-oss", 256
+MODEL = "tiny-gpt-oss"
 Figures = dict[str, Any]
 NUM_TASKS, GROUP_SIZE = 8, 8
 """64 rows in a dump: a small step. Larger ones are easier."""
@@ -119,70 +109,34 @@ everything that `Rows` knows. model: that, and the model that sampled."""
 # -- who samples -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Player:
-    """A model and its renderer, as the quickstart plays them."""
-
-    model: Decoder
-    renderer: Renderer
-
-    def play(self, seed: int, *, fault: FaultConfig = NOISE) -> Source:
-        """Episodes of the environment as training rows. fault: of the engine that draws them."""
-        context = EngineContext(
-            model=self.model,
-            token_bytes=(),
-            directory=Path(),
-            vocab_size=self.model.config.vocab_size,
-            max_tokens=MAX_TOKENS,
-            dtype="float32",
-            seed=seed,
-            run="proof",
-        )
-        noisy = NOISE if isinstance(fault, ProcessedLogprobs) else fault
-        if isinstance(noisy, KernelNoise | SamplingNoise):
-            noisy = replace(noisy, seed=seed)
-        engine = noisy.make_engine(EmbeddedConfig(), context)
-        if isinstance(fault, ProcessedLogprobs):
-            engine = fault.processing(engine)
-        agent = AgentConfig(max_turns=5, max_turn_tokens=48)
-        task = DocSearchConfig()
-        sampling = replace(sampling_of(agent), record_routes=self.model.config.is_moe)
-
-        async def episodes():
-            shared = engine.capabilities.shares_weights
-            await engine.load_weights(None if shared else dict(hf_tensors(self.model)), version=0)
-            return await collect(
-                Policy(engine, self.renderer, sampling),
-                lambda one: task.environment(one, agent),
-                task.tasks(split="train", seed=seed).take(NUM_TASKS),
-                group_size=GROUP_SIZE,
-                budget=Budget.of(agent, max_tokens=MAX_TOKENS),
-                run_seed=seed,
-            )
-
-        groups = asyncio.run(episodes())
-        samples = rows_for_training(groups, GRPO(), control_ids=self.renderer.tokenizer.control_ids)
-        trajectories = {t.id: t for g in groups for t in g.trajectories}
-        messages, rewards = {}, {}
-        for sample in samples:
-            name, _, leaf = sample.id.rpartition("/")
-            messages[sample.id] = trajectories[name].messages(int(leaf))
-            rewards[sample.id] = trajectories[name].rewards[int(leaf)]
-        return Source(
-            model=self.model, renderer=self.renderer, samples=samples,
-            sampler=sampled_by(noisy, self.model),
-            messages=messages, rewards=rewards,
-        )  # fmt: skip
-
-
 @cache
-def player() -> Player:
-    directory = locate_model(MODEL)
-    config, tokenizer = ModelConfig.from_directory(directory), Tokenizer.from_file(directory)
-    return Player(
-        model=load_checkpoint(directory).requires_grad_(False),
-        renderer=choose_model_renderer(directory, config.architecture, tokenizer).renderer,
+def played(seed: int, fault: FaultConfig) -> Source:
+    """Episodes of the quickstart as training rows. fault: of the engine that draws them."""
+    noisy = NOISE if isinstance(fault, ProcessedLogprobs) else fault
+    if isinstance(noisy, KernelNoise | SamplingNoise):
+        noisy = replace(noisy, seed=seed)
+    settings = [f"model={MODEL}", "contract=none", f"seed={seed}"]
+    config = resolve(find_recipe("quickstart"), settings)
+    with injected(noisy):
+        parts = build(config, preflight(config))
+    engine = parts.engine
+    if isinstance(fault, ProcessedLogprobs):
+        engine = fault.processing(engine)
+    groups = sampled_groups(
+        config, parts, engine, num_tasks=NUM_TASKS, group_size=GROUP_SIZE, record_routes=True
     )
+    tokenizer = parts.renderer.tokenizer
+    samples = rows_for_training(groups, config.advantage, control_ids=tokenizer.control_ids)
+    trajectories = {t.id: t for g in groups for t in g.trajectories}
+    leaves = {s.id: (trajectories[s.id.rpartition("/")[0]], int(s.id.rpartition("/")[2]))
+              for s in samples}  # fmt: skip
+    model = parts.trainer.model
+    return Source(
+        model=model, renderer=parts.renderer, samples=samples, sampler=sampled_by(noisy, model),
+        messages={name: t.messages(leaf) for name, (t, leaf) in leaves.items()},
+        rewards={name: t.rewards[leaf] for name, (t, leaf) in leaves.items()},
+        earlier=played(seed + 1000, fault).samples if fault is NOISE and seed < 1000 else (),
+    )  # fmt: skip
 
 
 # -- what is wrong ---------------------------------------------------------------------------------
@@ -344,15 +298,9 @@ def examined(rows: Rows, level: str) -> Diagnosis:
     """What the doctor says of `rows` at one of LEVELS."""
     if level == "lean":
         rows = rows.with_(**dict.fromkeys(LEAN))
-    facts = Facts(temperature=1.0, top_p=1.0, top_k=0, is_moe=player().model.config.is_moe)
+    facts = Facts(temperature=1.0, top_p=1.0, top_k=0, is_moe=True)
     model = MODEL if level == "model" else ""
-    return diagnose(RowsDump(rows, facts), renderer=player().renderer, model=model)
-
-
-@cache
-def played(seed: int, fault: FaultConfig) -> Source:
-    own = player().play(seed, fault=fault)
-    return replace(own, earlier=player().play(seed + 1000).samples) if fault is NOISE else own
+    return diagnose(RowsDump(rows, facts), renderer=played(0, NOISE).renderer, model=model)
 
 
 DRAWN = (KernelNoise, SamplingNoise, ProcessedLogprobs)
