@@ -141,4 +141,4 @@ def compare(*, rounds: int = 3, only: tuple[str, ...] = tuple(CASES)) -> Iterato
 
 
 if __name__ == "__main__":
-    main(compare, short={"rounds": 1, "only": ("full-2k", "window-8x1k")})
+    main(compare, short={"rounds": 1, "only": ("full-2k",)})

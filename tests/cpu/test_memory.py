@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_configs import tiny_config
 
 from lockstep import tinker_server
 from lockstep.cli import main
@@ -54,21 +55,14 @@ from lockstep.supervised import check_supervised
 from lockstep.system import available_bytes
 from lockstep.training.config import TrainerConfig
 
-QWEN3 = ModelConfig(
-    architecture="qwen3", vocab_size=512, hidden_size=128, intermediate_size=256, num_layers=2,
-    num_heads=4, num_kv_heads=2, head_dim=32, rms_norm_eps=1e-6, rope_theta=1e4,
-    max_positions=512, windows=(None, None), tie_embeddings=True, has_qk_norm=True,
+QWEN3 = tiny_config("qwen3", vocab_size=512, hidden_size=128, intermediate_size=256, head_dim=32)
+GPT_OSS = tiny_config(
+    "gpt_oss", vocab_size=512, hidden_size=128, intermediate_size=256, head_dim=32, num_experts=8,
+    windows=(None, 32),
 )  # fmt: skip
-GPT_OSS = replace(
-    QWEN3, architecture="gpt_oss", has_qk_norm=False, has_sinks=True, has_attention_bias=True,
-    has_router_bias=True, has_expert_bias=True, num_experts=8, num_active_experts=2,
-    swiglu_limit=7.0, windows=(None, 32),
-)  # fmt: skip
-HYBRID = ModelConfig(
-    architecture="qwen3_5_text", vocab_size=64, hidden_size=64, intermediate_size=160,
-    num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, rms_norm_eps=1e-6, rope_theta=1e4,
-    max_positions=512, has_qk_norm=True, has_output_gate=True, norm_weights="centered",
-    windows=(None, None),
+HYBRID = tiny_config(
+    "qwen3_5_text", vocab_size=64, hidden_size=64, intermediate_size=160, head_dim=16,
+    tie_embeddings=False,
     linear=LinearShape(
         layers=(0,), key_heads=2, value_heads=4, key_dim=16, value_dim=24, conv_width=4,
         is_grouped=False,

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tiny_configs import tiny_config
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
@@ -14,7 +15,6 @@ from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.engines.registry import check_capabilities
 from lockstep.errors import CapabilityError
-from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.moe import Routing
 from lockstep.ops.context import PackedContext
@@ -68,30 +68,7 @@ def play(engine, *, between=None, **changes):
 
 def make_engine():
     size = RENDERER.tokenizer.vocab_size
-    model = Decoder(
-        ModelConfig(
-            architecture="gpt_oss",
-            vocab_size=size,
-            hidden_size=32,
-            num_layers=2,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=8,
-            rms_norm_eps=1e-6,
-            rope_theta=1e4,
-            max_positions=512,
-            tie_embeddings=True,
-            intermediate_size=24,
-            windows=(7, None),
-            has_sinks=True,
-            has_attention_bias=True,
-            num_experts=8,
-            num_active_experts=2,
-            swiglu_limit=7.0,
-            has_expert_bias=True,
-            has_router_bias=True,
-        )
-    )
+    model = Decoder(tiny_config("gpt_oss", vocab_size=size, num_experts=8))
     model.init_weights(std=0.3, seed=0)
     return model, EmbeddedEngine(model, EmbeddedConfig(page_size=16, kv_cache_tokens=1024))
 

@@ -4,11 +4,10 @@ import asyncio
 
 import numpy as np
 import torch
+from tiny_configs import tiny_config
 
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
-from lockstep.models.attention_config import LatentShape, LinearShape
-from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.ops.context import PackedContext
 from lockstep.ops.invariant import InvariantOps
@@ -18,74 +17,11 @@ VOCAB = 97
 
 
 def make_model(kind="qwen3", *, max_positions=256, std=0.4, seed=0):
-    shared = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 8,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e4,
-        "max_positions": max_positions,
-        "tie_embeddings": True,
-    }
-    if kind == "qwen3":
-        config = ModelConfig(
-            architecture="qwen3",
-            intermediate_size=48,
-            windows=(None, None),
-            has_qk_norm=True,
-            **shared,
-        )
-    elif kind == "hybrid":
-        config = ModelConfig(
-            architecture="qwen3_5_text",
-            intermediate_size=48,
-            windows=(None, None),
-            has_qk_norm=True,
-            has_output_gate=True,
-            norm_weights="centered",
-            linear=LinearShape(
-                layers=(0,),
-                key_heads=2,
-                value_heads=4,
-                key_dim=8,
-                value_dim=12,
-                conv_width=4,
-                is_grouped=False,
-            ),
-            **shared,
-        )
-    elif kind == "latent":
-        config = ModelConfig(
-            architecture="deepseek_v3",
-            intermediate_size=48,
-            windows=(None, None),
-            latent=LatentShape(
-                query_rank=0,
-                kv_rank=12,
-                nope_dim=6,
-                rope_dim=4,
-                value_dim=14,
-                is_interleaved=True,
-            ),
-            **shared | {"num_kv_heads": 1, "head_dim": 10},
-        )
-    else:
-        config = ModelConfig(
-            architecture="gpt_oss",
-            intermediate_size=24,
-            windows=(7, None),
-            has_sinks=True,
-            has_attention_bias=True,
-            num_experts=4,
-            num_active_experts=2,
-            swiglu_limit=7.0,
-            has_router_bias=True,
-            has_expert_bias=True,
-            **shared,
-        )
+    config = tiny_config(
+        {"hybrid": "qwen3_5_text", "latent": "deepseek_v3"}.get(kind, kind),
+        vocab_size=VOCAB,
+        max_positions=max_positions,
+    )
     # Rounding errors grow along a state, so a hybrid is compared in every bit.
     model = Decoder(config, ops=InvariantOps() if kind == "hybrid" else None)
     model.init_weights(std=std, seed=seed)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from engine_models import request as make_request
+from tiny_configs import tiny_config
 
 from lockstep.agent.gateway.exchange import TurnRequest
 from lockstep.agent.gateway.session import GatewaySession
@@ -16,7 +17,6 @@ from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.engines.grammar import grammar_problem
 from lockstep.errors import MissingExtraError
-from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.objectives.config import GRPO, Reinforce
 from lockstep.ops.context import PackedContext, Support
@@ -58,23 +58,7 @@ USER = [Message(role="user", content="hi")]
 
 
 def make_model(vocab_size, ops=None):
-    config = ModelConfig(
-        architecture="qwen3",
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        max_positions=512,
-        tie_embeddings=True,
-        windows=(None, None),
-        has_qk_norm=True,
-    )
-    model = Decoder(config, ops=ops)
+    model = Decoder(tiny_config("qwen3", vocab_size=vocab_size), ops=ops)
     model.init_weights(std=0.4, seed=0)
     return model
 

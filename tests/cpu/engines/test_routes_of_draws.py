@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from engine_models import VOCAB, ask, deltas_of, make_engine, make_model, prompt, request
+from tiny_configs import tiny_config
 
 from lockstep.errors import CapabilityError, EngineError
-from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.moe import Routing
 from lockstep.ops.context import PackedContext
@@ -259,26 +259,11 @@ def test_an_aborted_reply_has_the_routes_of_its_tokens_and_none_without_tokens()
 
 
 def test_more_than_256_experts_are_kept_in_two_bytes():
-    config = ModelConfig(
-        architecture="gpt_oss",
-        vocab_size=VOCAB,
-        hidden_size=16,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        max_positions=64,
-        tie_embeddings=True,
-        intermediate_size=4,
-        windows=(None,),
-        num_experts=300,
-        num_active_experts=3,
-        swiglu_limit=7.0,
-        has_expert_bias=True,
-        has_router_bias=True,
-    )
+    config = tiny_config(
+        "gpt_oss", vocab_size=VOCAB, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1,
+        max_positions=64, intermediate_size=4, windows=(None,), num_experts=300,
+        num_active_experts=3, has_sinks=False, has_attention_bias=False,
+    )  # fmt: skip
     model = Decoder(config)
     model.init_weights(std=0.4, seed=0)
     asked = asking("a", prompt(20), max_tokens=20)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_configs import tiny_config
 
 from lockstep.models.adapter_rows import Groups
 from lockstep.models.adapters import AdapterStacks, decoder_over
 from lockstep.models.attention_config import LatentShape
-from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import copy_decoder
 from lockstep.models.lora import adapter_scaled, add_adapter
@@ -27,12 +27,9 @@ from lockstep.training.config import TrainerConfig
 from lockstep.training.trainer import Trainer
 from lockstep.types import Sample
 
-CONFIG = ModelConfig(
-    architecture="gpt_oss", vocab_size=41, hidden_size=32, num_layers=2, num_heads=4,
-    num_kv_heads=2, head_dim=8, rms_norm_eps=1e-6, rope_theta=1e4, max_positions=64,
-    windows=(8, None), intermediate_size=24, num_experts=4, num_active_experts=2, has_sinks=True,
-    swiglu_limit=7.0, has_attention_bias=True, has_router_bias=True, has_expert_bias=True,
-)  # fmt: skip
+CONFIG = tiny_config(
+    "gpt_oss", vocab_size=41, max_positions=64, windows=(8, None), tie_embeddings=False
+)
 LATENT = replace(
     CONFIG, architecture="deepseek_v3", has_sinks=False, has_attention_bias=False,
     windows=(None, None), num_kv_heads=1, num_heads=3, head_dim=12, swiglu_limit=0.0,

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
+from tiny_configs import tiny_config
 
 from lockstep.errors import ConfigError
 from lockstep.models.attention_config import LatentShape
-from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import ExpertLowRank, LowRank, adapter_scaled, add_adapter, merged
 from lockstep.models.lora_config import LoraConfig, adapter_shapes, lora_shape, lora_sites
@@ -15,53 +15,22 @@ from lockstep.models.shapes import num_elements
 from lockstep.models.variants import without_sinks
 from lockstep.ops.context import PackedContext
 
-COMMON = {
-    "vocab_size": 41,
-    "hidden_size": 32,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-    "max_positions": 64,
-    "windows": (8, None),
-}
+COMMON = {"vocab_size": 41, "max_positions": 64, "windows": (8, None), "tie_embeddings": False}
 MODELS = {
-    "dense": ModelConfig(
-        **COMMON, architecture="qwen3", intermediate_size=48, has_qk_norm=True, tie_embeddings=True
+    "dense": tiny_config("qwen3", **COMMON | {"tie_embeddings": True}),
+    "moe": tiny_config("gpt_oss", **COMMON),
+    "mixed": tiny_config(
+        "qwen3", intermediate_size=24, num_experts=4, num_active_experts=2, dense_layers=(0,),
+        dense_intermediate_size=40, **COMMON,
     ),
-    "moe": ModelConfig(
-        **COMMON,
-        architecture="gpt_oss",
-        intermediate_size=24,
-        num_experts=4,
-        has_sinks=True,
-        num_active_experts=2,
-        swiglu_limit=7.0,
-        has_attention_bias=True,
-        has_router_bias=True,
-        has_expert_bias=True,
-    ),
-    "mixed": ModelConfig(
-        **COMMON,
-        architecture="qwen3",
-        intermediate_size=24,
-        num_experts=4,
-        num_active_experts=2,
-        dense_layers=(0,),
-        dense_intermediate_size=40,
-        has_qk_norm=True,
-    ),
-    "latent": ModelConfig(
-        **COMMON | {"num_kv_heads": 1, "head_dim": 12, "windows": (None, None)},
-        architecture="deepseek_v3",
-        intermediate_size=48,
+    "latent": tiny_config(
+        "deepseek_v3", head_dim=12,
         latent=LatentShape(
             query_rank=14, kv_rank=20, nope_dim=8, rope_dim=4, value_dim=10, is_interleaved=True
         ),
+        **COMMON | {"windows": (None, None)},
     ),
-}
+}  # fmt: skip
 LENGTHS = [20, 9]
 
 

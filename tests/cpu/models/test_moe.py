@@ -9,11 +9,11 @@ from functools import partial
 
 import pytest
 import torch
+from tiny_configs import tiny_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep.models import experts as moe_experts
-from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.experts import ExpertFactors, ExpertProjection, mix_experts
 from lockstep.models.moe import MLP, MoE, Routing
@@ -23,25 +23,11 @@ from lockstep.ops.invariant import InvariantOps
 
 ops = Ops()
 
-CONFIG = ModelConfig(
-    architecture="gpt_oss",
-    vocab_size=31,
-    hidden_size=16,
-    intermediate_size=8,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    max_positions=64,
-    windows=(None,),
-    num_experts=4,
-    num_active_experts=2,
-    swiglu_limit=7.0,
-    has_router_bias=True,
-    has_expert_bias=True,
-)
+CONFIG = tiny_config(
+    "gpt_oss", vocab_size=31, hidden_size=16, intermediate_size=8, num_layers=1, num_heads=2,
+    num_kv_heads=1, max_positions=64, windows=(None,), has_sinks=False, has_attention_bias=False,
+    tie_embeddings=False,
+)  # fmt: skip
 PLAIN = replace(CONFIG, has_router_bias=False, has_expert_bias=False, swiglu_limit=0.0)
 
 

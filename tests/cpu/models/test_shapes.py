@@ -4,29 +4,18 @@ import math
 from dataclasses import replace
 
 import pytest
+from tiny_configs import tiny_config
 
 from lockstep.models.attention_config import LatentShape, LinearShape
-from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, adapter_shapes, lora_shape
 from lockstep.models.shapes import decoder_shapes, num_elements
 
-DENSE = ModelConfig(
-    architecture="qwen3",
-    vocab_size=11,
-    hidden_size=12,
-    intermediate_size=10,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
-    rms_norm_eps=1e-6,
-    rope_theta=1e4,
-    max_positions=64,
-    windows=(None,) * 3,
-    has_qk_norm=True,
-)
+DENSE = tiny_config(
+    "qwen3", vocab_size=11, hidden_size=12, intermediate_size=10, num_layers=3, head_dim=6,
+    max_positions=64, windows=(None,) * 3, tie_embeddings=False,
+)  # fmt: skip
 MOE = replace(
     DENSE, num_experts=4, num_active_experts=2, dense_layers=(1,), dense_intermediate_size=7
 )

@@ -8,10 +8,10 @@ import pytest
 import torch
 from attention_formula import reference_attention
 from full_counts import PROOF
+from tiny_configs import tiny_config
 
 from lockstep.errors import ConfigError
 from lockstep.models.attention_config import LatentShape
-from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.ops import head
 from lockstep.ops.base import Ops
@@ -455,55 +455,18 @@ def test_cublas_computes_only_the_numbers_of_rows_for_which_it_has_the_kernels_b
 
 
 def tiny_decoder(kind):
-    shared = {
-        "vocab_size": 97,
-        "hidden_size": 64,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 16,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1e4,
-        "max_positions": 128,
-    }
+    shared = {"hidden_size": 64, "head_dim": 16, "max_positions": 128}
     if kind == "qwen3":
-        config = ModelConfig(
-            architecture="qwen3",
-            intermediate_size=96,
-            windows=(None, None),
-            has_qk_norm=True,
-            tie_embeddings=True,
-            **shared,
-        )
+        config = tiny_config("qwen3", intermediate_size=96, **shared)
     elif kind == "latent":
-        config = ModelConfig(
-            architecture="deepseek_v3",
-            intermediate_size=96,
-            windows=(None, None),
-            latent=LatentShape(
-                query_rank=0,
-                kv_rank=20,
-                nope_dim=12,
-                rope_dim=4,
-                value_dim=18,
-                is_interleaved=True,
-            ),
-            **shared | {"num_kv_heads": 1},
+        latent = LatentShape(
+            query_rank=0, kv_rank=20, nope_dim=12, rope_dim=4, value_dim=18, is_interleaved=True
         )
+        shared |= {"intermediate_size": 96, "tie_embeddings": False}
+        config = tiny_config("deepseek_v3", latent=latent, **shared)
     else:
-        config = ModelConfig(
-            architecture="gpt_oss",
-            intermediate_size=48,
-            windows=(20, None),
-            has_sinks=True,
-            has_attention_bias=True,
-            num_experts=4,
-            num_active_experts=2,
-            swiglu_limit=7.0,
-            has_router_bias=True,
-            has_expert_bias=True,
-            **shared,
-        )
+        shared |= {"intermediate_size": 48, "tie_embeddings": False}
+        config = tiny_config("gpt_oss", windows=(20, None), **shared)
     model = Decoder(config, ops=OPS)
     model.init_weights(std=0.2, seed=0)
     with torch.no_grad():

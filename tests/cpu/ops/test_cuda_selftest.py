@@ -5,8 +5,8 @@ import importlib.util
 import pytest
 import torch
 from full_counts import PROOF
+from tiny_configs import tiny_config
 
-from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.ops import selftest
 
@@ -45,22 +45,8 @@ def test_the_self_test_proves_the_kernels_and_finds_a_defect(defect, monkeypatch
 
     monkeypatch.setattr(cuda.kernels, "gemm", gemm)
     monkeypatch.setattr(cuda.kernels, "rotate_and_write", rotate)
-    config = ModelConfig(
-        architecture="qwen3",
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        max_positions=512,
-        windows=(None,),
-        has_qk_norm=True,
-        tie_embeddings=True,
-    )
+    shape = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16}
+    config = tiny_config("qwen3", vocab_size=40, windows=(None,), **shape)
     model = Decoder(config)
     model.init_weights(std=0.2, seed=0)
     proof = selftest.prove(model, ops=ops)
