@@ -1,6 +1,7 @@
 """Shared by all tests: what is set before torch starts."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # first GEMM of the process, and here other tests come first.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
+import torch
 from full_counts import LEFT_TO_PROOF, PROOF
 
 from lockstep.models import families as families_of_ours  # noqa: F401  they register themselves
@@ -28,6 +30,22 @@ def families():
     yield
     FAMILIES.clear()
     FAMILIES.update(before)
+
+
+@pytest.fixture
+def process_settings():
+    """The thread count belongs to the process: a test leaves it as it was."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def plain_interrupts():
+    """SIGINT raises KeyboardInterrupt, whatever started the tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k takes tests away

@@ -1,4 +1,4 @@
-"""A model's ops, watched call by call."""
+"""A model's ops, watched call by call, and ops whose bits depend on company."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from lockstep.ops.base import Ops
+from lockstep.ops.invariant import InvariantOps
 
 OP_NAMES = {name for name in vars(Ops) if name[0] != "_" and not name.endswith(("dtype", "name"))}
 
@@ -29,3 +30,11 @@ def around_every_op(model: Any, around: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         model.ops = before
+
+
+class CrowdedOps(InvariantOps):
+    """Products of several weights whose bits depend on how many there are."""
+
+    def expert_linear(self, x, weight, bias, tokens_per_expert):
+        out = super().expert_linear(x, weight, bias, tokens_per_expert)
+        return out * (1 + 2**-20) if len(weight) > 4 else out

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from running import is_running
 
 from lockstep.children import OWN_KEYS, Child, own_variables
 from lockstep.errors import ChildError, ChildRefusal, ChildTimeoutError
@@ -73,13 +74,6 @@ def child_of(source: str, folder: Path, **options) -> Child:
     environment = {"PYTHONPATH": str(Path(__file__).parents[2] / "src")}
     command = [sys.executable, str(script)]
     return Child(command, name="the child", environment=environment, **options)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except OSError:
-        return False
 
 
 def wait_until(holds, seconds: float = 20.0) -> None:

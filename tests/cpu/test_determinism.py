@@ -25,12 +25,7 @@ SMALL = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def process_settings():
-    """The thread count belongs to the process: a test leaves it as it was."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("process_settings")
 
 
 def run(path, *words):

@@ -62,14 +62,6 @@ def arms():
     ]
 
 
-@pytest.fixture
-def process_settings():
-    """The thread count belongs to the process: a test leaves it as it was."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
-
 def proved_ops(model, dtype):
     proof = backend_for(model, dtype)
     if not proof.is_kept:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
 from cpu.training.tiny_training import make_rows
+from processes import ranks_maker
 from trainer_ranks import gradients_of, make_arm
 
-from lockstep.launch.place import Rank
-from lockstep.launch.ranks import Ranks
 from lockstep.objectives.config import Reinforce
 from lockstep.objectives.losses import make_loss
 
@@ -36,11 +33,9 @@ def script(directory, **settings):
 
 def work(rank, directory):
     """arm -> figures and gradients of this rank."""
-    world, out = dist.get_world_size(), {}
+    out = {}
     for number, (sequence, is_sharded, recompute) in enumerate(ARMS):
-        place = Rank(rank=rank, world=world, local_rank=rank, meeting="")
-        store = dist.FileStore(f"{directory}/told-{number}", world)
-        ranks = Ranks(place, store, sequence=sequence, device=torch.device("cpu"))
+        ranks = ranks_maker(rank, directory, name=f"told-{number}")(sequence)
         at = Path(directory) / f"{rank}-{number}"
         out[sequence, is_sharded, recompute] = script(
             at, ranks=ranks, is_sharded=is_sharded, recompute=recompute

@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from cpu.training.tiny_training import make_rows, make_trainer
+from processes import ranks_maker
 
-from lockstep.launch.place import Rank
-from lockstep.launch.ranks import Ranks
 from lockstep.models.moe import Router
 from lockstep.models.sharding import copy_whole, full_tensor, shard
 from lockstep.objectives.config import Reinforce
@@ -52,10 +51,7 @@ def biases(model):
 
 def work(rank, directory):
     """is_sharded -> what this rank found."""
-    world = dist.get_world_size()
-    place = Rank(rank=rank, world=world, local_rank=rank, meeting="")
-    store = dist.FileStore(f"{directory}/told", world)
-    ranks = Ranks(place, store, sequence=1, device=torch.device("cpu"))
+    ranks = ranks_maker(rank, directory)()
     out = {}
     for is_sharded in (False, True):
         at = Path(directory) / f"ranks-{rank}-{is_sharded}"

@@ -1,4 +1,4 @@
-"""What each rank of the tests does: its part of every correction, and its results into a file.
+"""What each rank of the tests does: its part of every correction.
 
 Kept apart from the tests because every process that is started imports it.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -158,11 +157,8 @@ SPLITS = [(2, 1), (4, 1), (1, 2), (1, 4), (2, 2)]
 """(data-parallel, sequence-parallel) ranks."""
 
 
-def work(rank: int, directory: str) -> None:
+def work(rank: int, directory: str) -> dict[tuple[int, int, str], Result]:
     """Everything that rank `rank` of WORLD does in all tests."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{directory}/store", WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     results: dict[tuple[int, int, str], Result] = {}
     for data, sequence in SPLITS:
         size = data * sequence
@@ -184,5 +180,4 @@ def work(rank: int, directory: str) -> None:
     # Without groups of its own: the world is the batch.
     for name, correction in CORRECTIONS.items():
         results[0, 0, name] = run(correction, part_of(rank, data=WORLD, sequence=1))
-    torch.save(results, Path(directory) / f"{rank}.pt")
-    dist.destroy_process_group()
+    return results

@@ -6,12 +6,10 @@ import copy
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from cpu.training.tiny_training import make_critic, make_rows
+from processes import ranks_maker
 
-from lockstep.launch.place import Rank
-from lockstep.launch.ranks import Ranks
 from lockstep.models.critic import load_value_model
 from lockstep.models.sharding import shard, whole_like
 from lockstep.training.config import CriticConfig
@@ -61,12 +59,9 @@ def script(critic, directory):
 
 def work(rank, directory):
     """Everything that one rank does in all tests."""
-    world = dist.get_world_size()
-    place = Rank(rank=rank, world=world, local_rank=rank, meeting="")
-    store = dist.FileStore(f"{directory}/told", world)
-    out = {}
+    make_ranks, out = ranks_maker(rank, directory), {}
     for sequence, is_sharded in LAYOUTS:
-        ranks = Ranks(place, store, sequence=sequence, device=torch.device("cpu"))
+        ranks = make_ranks(sequence)
         at = Path(directory) / f"{rank}-{sequence}-{is_sharded}"
         critic = make_arm(at, ranks=ranks, is_sharded=is_sharded)
         place_of_all = Path(directory) / f"{sequence}-{is_sharded}"

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from cpu.training.tiny_training import fill_adapter, make_rows, make_trainer
+from processes import ranks_maker
 from trainer_ranks import gradients_of
 
 from lockstep.correction.config import Correction
-from lockstep.launch.place import Rank
-from lockstep.launch.ranks import Ranks
 from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, lora_shape
 from lockstep.models.sharding import local_part, shard
@@ -57,9 +55,6 @@ def script(trainer, directory):
 
 
 def work(rank, directory):
-    world = dist.get_world_size()
-    place = Rank(rank=rank, world=world, local_rank=rank, meeting="")
-    store = dist.FileStore(f"{directory}/told", world)
-    ranks = Ranks(place, store, sequence=1, device=torch.device("cpu"))
+    ranks = ranks_maker(rank, directory)()
     at = Path(directory) / "ranks"
     return script(make_adapted(at, ranks=ranks), at)

@@ -2,13 +2,11 @@
 
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from cpu.training.tiny_training import make_rows
+from processes import ranks_maker, state_of
 from trainer_ranks import make_arm
 
-from lockstep.launch.place import Rank
-from lockstep.launch.ranks import Ranks
 from lockstep.models.sharding import full_tensor
 from lockstep.objectives.config import PPOClip
 
@@ -28,17 +26,11 @@ def script(directory, ranks=None, **settings):
     if ranks is not None:
         dist.barrier()
     weights = {n: full_tensor(p.detach()).clone() for n, p in trainer.model.named_parameters()}
-    return weights, {
-        n: t.clone()
-        for n, t in {t.name: t.view() for t in trainer.optimizer.state_tensors()}.items()
-    }
+    return weights, state_of(trainer)
 
 
 def work(rank, directory):
-    world = dist.get_world_size()
-    place = Rank(rank=rank, world=world, local_rank=rank, meeting="")
-    store = dist.FileStore(f"{directory}/told", world)
-    ranks = Ranks(place, store, sequence=1, device=torch.device("cpu"))
+    ranks = ranks_maker(rank, directory)()
     out = {}
     for recompute in ("none", "blocks"):
         out[recompute] = script(Path(directory) / recompute, ranks, recompute=recompute)

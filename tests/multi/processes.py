@@ -8,6 +8,9 @@ import sys
 import torch
 import torch.distributed as dist
 
+from lockstep.launch.place import Rank
+from lockstep.launch.ranks import Ranks
+
 
 def run_ranks(work, directory, *, world, timeout=120):
     """[world] what `work(rank, directory)` returned in each of `world` processes with a group."""
@@ -27,6 +30,19 @@ def run_ranks(work, directory, *, world, timeout=120):
         process.kill()
     assert codes == [0] * world, f"exit codes {codes}; their errors are on stderr"
     return [torch.load(f"{directory}/{r}.pt", weights_only=False) for r in range(world)]
+
+
+def ranks_maker(rank, directory, *, name="told"):
+    """Function of (number of processes that share a row) -> the `Ranks` of this process."""
+    world = dist.get_world_size()
+    place = Rank(rank=rank, world=world, local_rank=rank, meeting="")
+    store = dist.FileStore(f"{directory}/{name}", world)
+    return lambda sequence=1: Ranks(place, store, sequence=sequence, device=torch.device("cpu"))
+
+
+def state_of(trainer):
+    """name -> copy of each tensor of the optimizer's state."""
+    return {t.name: t.view().clone() for t in trainer.optimizer.state_tensors()}
 
 
 def _rank(work, rank, world, directory):

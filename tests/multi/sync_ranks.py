@@ -8,14 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from cpu.training.tiny_training import make_trainer
+from processes import ranks_maker
 
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.errors import EngineError
-from lockstep.launch.place import Rank
-from lockstep.launch.ranks import Ranks
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import hf_tensors
 from lockstep.models.sharding import local_part, shard
@@ -53,9 +51,7 @@ class Copying(EmbeddedEngine):
 
 
 def on_rank(rank, directory):
-    place = Rank(rank=rank, world=2, local_rank=rank, meeting="")
-    store = dist.FileStore(f"{directory}/told", 2)
-    ranks = Ranks(place, store, sequence=1, device=torch.device("cpu"))
+    ranks = ranks_maker(rank, directory)()
     out = {}
     for name, source, deaf_rank, breaking_rank in (
         ("tensors", "tensors", None, None),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from full_counts import PROOF
+from running import is_running
 
 SCRIPT = Path(__file__).parent / "broken_ranks.py"
 GONE = {
@@ -41,13 +42,6 @@ def start(where, how, seconds):
 def children_of(pid):
     found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(each) for each in found]
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except OSError:
-        return False
 
 
 def wait_until(holds, seconds):
@@ -87,7 +81,7 @@ def test_sigterm_ends_a_run_that_waits_for_a_rank_that_hangs(where, number):
         time.sleep(0.5)
     process.communicate(timeout=60)
     assert process.returncode in (2, 130)
-    wait_until(lambda: not any(map(is_alive, others)), 10)
+    wait_until(lambda: not any(map(is_running, others)), 10)
 
 
 def test_the_ranks_of_a_killed_run_end_too():
@@ -97,4 +91,4 @@ def test_the_ranks_of_a_killed_run_end_too():
     time.sleep(3)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
-    wait_until(lambda: not any(map(is_alive, others)), 20)
+    wait_until(lambda: not any(map(is_running, others)), 20)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from correction_ranks import CORRECTIONS, LENGTHS, SPLITS, WORLD, make_batch, part_of, run, work
+from processes import run_ranks
 
 CASES = [(d, s, name) for d, s in SPLITS for name in CORRECTIONS]
 EVERYTHING = part_of(0, data=1, sequence=1)
@@ -13,21 +14,7 @@ EVERYTHING = part_of(0, data=1, sequence=1)
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What each rank found, from one start of the processes for all tests."""
-    directory = tmp_path_factory.mktemp("ranks")
-    # A server that has imported torch once forks the ranks: a fresh start costs seconds for each.
-    # torch._dynamo is what a dispatch mode imports when it is first entered.
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "lockstep.correction.weighing"])
-    started = [context.Process(target=work, args=(r, str(directory))) for r in range(WORLD)]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join(timeout=120)
-    codes = [process.exitcode for process in started]
-    for process in started:
-        process.kill()
-    assert codes == [0] * WORLD, f"exit codes {codes}; their errors are on stderr"
-    return [torch.load(directory / f"{r}.pt", weights_only=False) for r in range(WORLD)]
+    return run_ranks(work, tmp_path_factory.mktemp("ranks"), world=WORLD)
 
 
 def whole(results, key):

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from cpu.training.tiny_training import KINDS, OTHER_LAYERS, make_rows, make_trainer
+from processes import ranks_maker, state_of
 
 from lockstep.correction.config import Correction
-from lockstep.launch.place import Rank
-from lockstep.launch.ranks import Ranks
 from lockstep.models.sharding import local_part, shard, whole_like
 from lockstep.objectives.config import PPOClip, Reinforce
 from lockstep.objectives.losses import TokenLoss, make_loss
@@ -83,10 +82,7 @@ def script(trainer, directory):
     trainer.save(Path(directory) / "saved")
     if trainer.ranks is not None:
         dist.barrier()
-    out["state"] = {
-        n: t.clone()
-        for n, t in {t.name: t.view() for t in trainer.optimizer.state_tensors()}.items()
-    }
+    out["state"] = state_of(trainer)
     out |= bad_updates(trainer, rows)
     if trainer.model.config.routed_layers:
         out["replays"] = {replay: replay_once(trainer, replay) for replay in REPLAYS}
@@ -146,12 +142,10 @@ class _Slope(torch.autograd.Function):
 
 def work(rank, directory):
     """Everything that one rank does in all tests."""
+    make_ranks, out = ranks_maker(rank, directory), {}
     world = dist.get_world_size()
-    place = Rank(rank=rank, world=world, local_rank=rank, meeting="")
-    store = dist.FileStore(f"{directory}/told", world)
-    out = {}
     for sequence, is_sharded in LAYOUTS[world]:
-        ranks = Ranks(place, store, sequence=sequence, device=torch.device("cpu"))
+        ranks = make_ranks(sequence)
         for kind in kinds_of(world, sequence, is_sharded):
             at = Path(directory) / f"{kind}-{sequence}-{is_sharded}"
             trainer = make_arm(at, kind, ranks=ranks, is_sharded=is_sharded)
@@ -165,9 +159,6 @@ def reload(directory, kind, ranks=None, is_sharded=False):
     source = Path(directory) / f"alone-{kind}"
     trainer = make_arm(source / "again", kind, ranks=ranks, is_sharded=is_sharded, seed=5)
     trainer.load(source / "saved")
-    state = {
-        n: t.clone()
-        for n, t in {t.name: t.view() for t in trainer.optimizer.state_tensors()}.items()
-    }
+    state = state_of(trainer)
     metrics = trainer.update(make_rows(LENGTHS, seed=4), PPOClip(), Correction.bypass())
     return {"state": state, "metrics": metrics, "version": trainer.version}

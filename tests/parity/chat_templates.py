@@ -93,3 +93,14 @@ def shipped_ids(name: str, text: str) -> list[int]:
 def function_of(tool: ToolSchema) -> dict[str, Any]:
     fields = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": fields}
+
+
+def their_dict(message: Message) -> dict[str, Any]:
+    """The message as templates read it, with the arguments of calls as objects."""
+    out: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        out["tool_calls"] = [
+            {"type": "function", "function": {"name": c.name, "arguments": json.loads(c.arguments)}}
+            for c in message.tool_calls
+        ]
+    return out

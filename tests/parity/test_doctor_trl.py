@@ -3,19 +3,16 @@
 pip install trl (it brings datasets, pandas and accelerate)
 """
 
-import importlib.util
 import os
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from trl_packages import trl_modules
 
 from lockstep.doctor.inputs.registry import open_dump
 from lockstep.doctor.inputs.trainers import TrlDump
 
-TESTS = Path(__file__).resolve().parents[1]
 PAD, EOS = 0, 1
 PROMPTS = ["2 + 2?", "10 - 7 ="]
 CHARACTERS = [chr(code) for code in range(32, 127)]
@@ -45,22 +42,6 @@ def rollout(prompts, trainer):
         "logprobs": [[-i / 100 for i in ids[:-2]] + [0.0, -0.5] for ids in completion_ids],
         "env_mask": [[1] * (len(ids) - 2) + [0, 1] for ids in completion_ids],
     }
-
-
-def trl_modules():
-    """trl and datasets, which look for an installed vllm: not for the folder tests/vllm."""
-    for name in ("trl", "datasets", "pandas"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"pip install {name}")
-    before = sys.path[:]
-    sys.path[:] = [place for place in before if Path(place) != TESTS]
-    try:
-        import datasets
-        import trl
-
-        return trl, trl.GRPOTrainer, datasets
-    finally:
-        sys.path[:] = before
 
 
 @pytest.fixture(scope="module")

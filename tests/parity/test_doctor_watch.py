@@ -8,19 +8,17 @@ make test-trainers
 """
 
 import importlib.util
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from trl_packages import trl_modules
 
 import lockstep
 from lockstep.doctor.inputs.native import RowsDump
 from lockstep.errors import MismatchError
 from lockstep.models.locate import locate_model
 
-TESTS = Path(__file__).resolve().parents[1]
 PROMPTS = ["2 + 2?", "What is the name of Sara's cat?"]
 NUM_NEW = 24
 """Tokens of a reply."""
@@ -32,22 +30,6 @@ def said(caplog):
 
 
 # -- TRL -------------------------------------------------------------------------------------------
-
-
-def trl_modules():
-    """trl and datasets, which look for an installed vllm: not for the folder tests/vllm."""
-    for name in ("trl", "datasets", "pandas"):
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"pip install {name}")
-    before = sys.path[:]
-    sys.path[:] = [place for place in before if Path(place) != TESTS]
-    try:
-        import datasets
-        import trl
-
-        return trl, trl.GRPOTrainer, datasets
-    finally:
-        sys.path[:] = before
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from chat_templates import (
     TEXTS,
     shipped_ids,
     template_text,
+    their_dict,
 )
 from full_counts import PROOF
 from hypothesis import given, settings
@@ -50,16 +51,6 @@ DIALOGUES = {
 @lru_cache
 def renderer(config: Llama3Config = Llama3Config(current_date=DATE)):  # noqa: B008  (frozen)
     return Llama3Renderer(tokenizer_of("llama3_2"), config)
-
-
-def their_dict(message):
-    out = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        out["tool_calls"] = [
-            {"type": "function", "function": {"name": c.name, "arguments": json.loads(c.arguments)}}
-            for c in message.tool_calls
-        ]
-    return out
 
 
 def their_text(messages, tools=(), **variables):

@@ -16,6 +16,7 @@ from chat_templates import (
     TEXTS,
     shipped_ids,
     template_text,
+    their_dict,
 )
 from full_counts import PROOF
 from hypothesis import given, settings
@@ -43,16 +44,6 @@ DIALOGUES = {
 @lru_cache
 def renderer():
     return ChatMLRenderer(tokenizer_of("qwen2_5"), ChatMLConfig(variant="qwen2.5"))
-
-
-def their_dict(message):
-    out = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        out["tool_calls"] = [
-            {"type": "function", "function": {"name": c.name, "arguments": json.loads(c.arguments)}}
-            for c in message.tool_calls
-        ]
-    return out
 
 
 def their_ids(messages, tools=()):

@@ -15,19 +15,14 @@ import pytest
 from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from playing import all_groups, one_episode
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.loop import (
-    Budget,
     EpisodeSlots,
-    RolloutOptions,
-    collect,
-    run_episode,
-    sampling_of,
 )
 from lockstep.agent.tools import ToolEnvironment, ToolLimits, tool
-from lockstep.agent.turns import Policy
 from lockstep.errors import ConfigError, EngineError
 from lockstep.renderers.config import HarmonyConfig
 from lockstep.renderers.harmony import HarmonyRenderer
@@ -80,47 +75,18 @@ def calls_then_answers(num_calls: int):
     return reply
 
 
-def play(
-    engine,
-    environment,
-    *,
-    renderer=RENDERER,
-    max_tokens=100_000,
-    abort_grace_seconds=10.0,
-    **settings,
-):
+def play(engine, environment, *, renderer=RENDERER, max_tokens=100_000, **settings):
+    grace = {"abort_grace_seconds": settings.pop("abort_grace_seconds", 10.0)}
     config = AgentConfig(**{"max_turns": 256, **settings})
-    budget = Budget.of(config, max_tokens=max_tokens)
-
-    async def main():
-        return await run_episode(
-            engine,
-            renderer,
-            environment,
-            TASK,
-            sampling=sampling_of(config),
-            trajectory_id="t",
-            seed=1,
-            budget=replace(budget, abort_grace_seconds=abort_grace_seconds),
-        )
-
-    return asyncio.run(main())
+    playing = one_episode(
+        engine, renderer, environment, config=config, max_tokens=max_tokens, **grace
+    )
+    return asyncio.run(playing)
 
 
-def gather(engine, factory, tasks, *, group_size=2, max_tokens=100_000, **options):
-    agent = AgentConfig()
-    sampling = options.pop("sampling", sampling_of(agent))
-    budget = Budget.of(agent, max_tokens=max_tokens)
+def gather(engine, factory, tasks, *, group_size=2, **options):
     return asyncio.run(
-        collect(
-            Policy(engine, RENDERER, sampling),
-            factory,
-            tasks,
-            group_size=group_size,
-            budget=budget,
-            run_seed=0,
-            options=RolloutOptions(**options),
-        )
+        all_groups(engine, RENDERER, factory, tasks, group_size=group_size, **options)
     )
 
 
@@ -287,20 +253,8 @@ def test_a_turn_that_crosses_a_weight_update_is_two_segments_of_one_turn():
     engine = FakeEngine(calls_then_answers(1), tokens_per_step=4, step_seconds=0.02)
 
     async def main():
-        config = AgentConfig()
         environment = Looks()
-        episode = asyncio.create_task(
-            run_episode(
-                engine,
-                RENDERER,
-                environment,
-                TASK,
-                sampling=sampling_of(config),
-                trajectory_id="t",
-                seed=1,
-                budget=Budget.of(config, max_tokens=1000),
-            )
-        )
+        episode = asyncio.create_task(one_episode(engine, RENDERER, environment, max_tokens=1000))
         await asyncio.sleep(0.05)
         await engine.load_weights(None, version=1)
         return await episode, environment
@@ -789,15 +743,7 @@ def test_cancelling_closes_every_environment_and_ends_every_request():
     async def main():
         engine = FakeEngine(lambda request: CALL, tokens_per_step=1, step_seconds=0.005)
         job = asyncio.create_task(
-            collect(
-                Policy(engine, RENDERER, sampling_of(AgentConfig())),
-                make,
-                TASKS,
-                group_size=4,
-                budget=Budget.of(AgentConfig(), max_tokens=10_000),
-                run_seed=0,
-                options=RolloutOptions(slots=EpisodeSlots(9)),
-            )
+            all_groups(engine, RENDERER, make, TASKS, group_size=4, slots=EpisodeSlots(9))
         )
         await asyncio.sleep(0.05)
         job.cancel()

@@ -6,12 +6,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from playing import all_groups
 
-from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.gateway.exchange import Refusal, TurnRequest
-from lockstep.agent.loop import Budget, collect, sampling_of
-from lockstep.agent.turns import Policy
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig
 from lockstep.renderers.large_texts import LOOP_CHARS
@@ -58,17 +56,12 @@ def calls_once(renderer):
 def play(renderer, environments, *, max_tokens):
     """The trajectories of one group, an episode per environment."""
     left = iter(environments)
-    config = AgentConfig()
     groups = asyncio.run(
-        collect(
-            Policy(FakeEngine(calls_once(renderer)), renderer, sampling_of(config)),
-            lambda task: next(left),
-            [Task(id="task")],
-            group_size=len(environments),
-            budget=Budget.of(config, max_tokens=max_tokens),
-            run_seed=0,
+        all_groups(
+            FakeEngine(calls_once(renderer)), renderer, lambda task: next(left), [Task(id="task")],
+            group_size=len(environments), max_tokens=max_tokens,
         )
-    )
+    )  # fmt: skip
     return groups[0].trajectories
 
 

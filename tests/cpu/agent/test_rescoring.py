@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from playing import all_groups
 from test_agent_loop import ANSWER, RENDERER, Looks, calls_then_answers
 
-from lockstep.agent.config import AgentConfig
-from lockstep.agent.loop import Budget, RolloutOptions, collect, sampling_of, training_sampling
+from lockstep.agent.loop import Budget, RolloutOptions, collect, training_sampling
 from lockstep.agent.rescoring import RESCORING_PRIORITY, Rescorer
 from lockstep.agent.turns import Policy
 from lockstep.config import resolve
@@ -66,14 +66,8 @@ def play(engine, *, environment=Looks, num_scorings=3, max_in_flight=64, tasks=T
         rescorer = Rescorer(
             engine, num_scorings=num_scorings, temperature=0.7, max_in_flight=max_in_flight
         )
-        return await collect(
-            Policy(engine, RENDERER, sampling_of(AgentConfig())),
-            lambda task: environment(),
-            tasks,
-            group_size=2,
-            budget=Budget.of(AgentConfig(), max_tokens=100_000),
-            run_seed=0,
-            options=RolloutOptions(rescorer=rescorer),
+        return await all_groups(
+            engine, RENDERER, lambda task: environment(), tasks, group_size=2, rescorer=rescorer
         )
 
     return asyncio.run(main())

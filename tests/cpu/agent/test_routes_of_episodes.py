@@ -6,11 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from playing import one_episode
 from tiny_configs import tiny_config
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
-from lockstep.agent.loop import Budget, run_episode, training_sampling
+from lockstep.agent.loop import training_sampling
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.engines.registry import check_capabilities
@@ -22,7 +23,7 @@ from lockstep.renderers.config import HarmonyConfig
 from lockstep.renderers.harmony import HarmonyRenderer
 from lockstep.testing.engines import FakeEngine
 from lockstep.testing.tokenizers import byte_tokenizer
-from lockstep.types import UNKNOWN_EXPERT, Message, Task
+from lockstep.types import UNKNOWN_EXPERT, Message
 
 PLAIN = HarmonyConfig(system_message=False, developer_heading=False, tools_in_prompt=False)
 RENDERER = HarmonyRenderer(byte_tokenizer(), PLAIN)
@@ -47,17 +48,9 @@ def play(engine, *, between=None, **changes):
     sampling = training_sampling(CONFIG, engine.capabilities, record_routes=True)
 
     async def main():
+        recorded = replace(sampling, **changes)
         playing = asyncio.ensure_future(
-            run_episode(
-                engine,
-                RENDERER,
-                Asks(),
-                Task(id="task"),
-                trajectory_id="t",
-                seed=1,
-                sampling=replace(sampling, **changes),
-                budget=Budget.of(CONFIG, max_tokens=400),
-            )
+            one_episode(engine, RENDERER, Asks(), config=CONFIG, sampling=recorded, max_tokens=400)
         )
         if between is not None:
             await between()

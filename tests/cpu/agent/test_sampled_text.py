@@ -3,11 +3,10 @@
 import asyncio
 
 import pytest
+from playing import all_groups
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
-from lockstep.agent.loop import Budget, collect, sampling_of
-from lockstep.agent.turns import Policy
 from lockstep.objectives.config import GRPO
 from lockstep.renderers.anew import rendered_anew, turns_of
 from lockstep.renderers.config import (
@@ -108,15 +107,11 @@ def batch(kind):
     engine = FakeEngine(lambda request: turns[int(request.id.rpartition("/")[2].split("-")[0])])
     agent = AgentConfig(max_turns=3, continue_cut_turns=True)
     groups = asyncio.run(
-        collect(
-            Policy(engine, renderer, sampling_of(agent)),
-            lambda task: Talks(),
-            [Task(id="a"), Task(id="b")],
-            group_size=2,
-            budget=Budget.of(agent, max_tokens=10_000),
-            run_seed=0,
+        all_groups(
+            engine, renderer, lambda task: Talks(), [Task(id="a"), Task(id="b")], group_size=2,
+            config=agent,
         )
-    )
+    )  # fmt: skip
     return renderer, groups
 
 

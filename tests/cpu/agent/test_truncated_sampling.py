@@ -5,12 +5,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from playing import one_episode
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.loop import (
-    Budget,
-    run_episode,
     sampling_of,
     training_sampling,
     truncation_notice,
@@ -22,7 +21,7 @@ from lockstep.renderers.config import HarmonyConfig
 from lockstep.renderers.harmony import HarmonyRenderer
 from lockstep.testing.engines import FakeEngine
 from lockstep.testing.tokenizers import byte_tokenizer
-from lockstep.types import Message, Task
+from lockstep.types import Message
 
 RENDERER = HarmonyRenderer(byte_tokenizer(), HarmonyConfig())
 ANSWER = RENDERER.render_reply(Message(role="assistant", content="done"))
@@ -97,13 +96,9 @@ def kept_of(token_id, position):
 
 
 def play(engine, config, sampling):
-    async def main():
-        return await run_episode(
-            engine, RENDERER, OneTurn(), Task(id="task"), trajectory_id="t", seed=1,
-            sampling=sampling, budget=Budget.of(config, max_tokens=1000),
-        )  # fmt: skip
-
-    return asyncio.run(main())
+    return asyncio.run(
+        one_episode(engine, RENDERER, OneTurn(), config=config, sampling=sampling, max_tokens=1000)
+    )
 
 
 @pytest.mark.parametrize("tokens_per_step", [0, 3])
@@ -126,12 +121,10 @@ def test_a_reply_over_a_weight_update_has_the_support_of_each_part():
     config = AgentConfig(top_k=3)
 
     async def main():
-        episode = run_episode(
-            engine, RENDERER, OneTurn(), Task(id="task"), trajectory_id="t", seed=1,
-            sampling=training_sampling(config, engine.capabilities),
-            budget=Budget.of(config, max_tokens=1000),
-        )  # fmt: skip
-        playing = asyncio.ensure_future(episode)
+        sampling = training_sampling(config, engine.capabilities)
+        playing = asyncio.ensure_future(
+            one_episode(engine, RENDERER, OneTurn(), sampling=sampling, max_tokens=1000)
+        )
         while not engine.requests:
             await asyncio.sleep(0)
         await asyncio.sleep(0.003)

@@ -6,12 +6,12 @@ import json
 import re
 import shutil
 import subprocess
-from html.parser import HTMLParser
 from importlib.resources import files
 
 import numpy as np
 import pytest
 from array_dumps import NUM_TOKENS, ArrayDump, make_rows
+from html_pages import Page
 
 import lockstep
 from lockstep.doctor import html_page as doctor_page
@@ -39,26 +39,6 @@ def diagnosis():
 @pytest.fixture(scope="module")
 def written(diagnosis, tmp_path_factory):
     return write_page(diagnosis, tmp_path_factory.mktemp("page") / "sub" / "doctor.html")
-
-
-class Page(HTMLParser):
-    """Collects the start tags, and the text of script and style elements."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.raw, self._open = [], [], None
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        self._open = (tag, dict(attrs)) if tag in ("script", "style") else None
-
-    def handle_endtag(self, tag):
-        self._open = None
-
-    def handle_data(self, data):
-        if self._open:
-            self.raw.append((*self._open, data))
 
 
 def document_in(path):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from engine_models import ask, make_engine, make_model, packed_logprobs, prompt, request
+from watched_ops import CrowdedOps
 
 from lockstep.engines.base import Engine
 from lockstep.errors import CapabilityError, CheckpointError, EngineError
@@ -259,14 +260,6 @@ def test_what_is_no_adapter_of_this_model_is_refused():
     for call in (engine.drop_adapter("a"), engine.score(prompt(9), adapter="a")):
         with pytest.raises(EngineError, match="'a'"):
             asyncio.run(call)
-
-
-class CrowdedOps(InvariantOps):
-    """Products of several weights whose bits depend on how many there are."""
-
-    def expert_linear(self, x, weight, bias, tokens_per_expert):
-        out = super().expert_linear(x, weight, bias, tokens_per_expert)
-        return out * (1 + 2**-20) if len(weight) > 4 else out
 
 
 def test_shapes_for_which_the_ops_break_their_contract_are_refused():

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+from running import is_running
+
 from lockstep.engines.server_process import ServerProcess
 
 # A server with a process of its own, as vLLM has; it writes both ids once both run.
@@ -29,14 +31,6 @@ def ids_in(log):
     return [int(i) for i in log.read_text().split()[:2]]
 
 
-def is_alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_a_stopped_server_takes_its_own_processes_with_it(tmp_path):
     server = ServerProcess([sys.executable, "-c", SERVER], log=tmp_path / "server.log")
     ids = ids_in(server.log)
@@ -44,7 +38,7 @@ def test_a_stopped_server_takes_its_own_processes_with_it(tmp_path):
     server.stop()
     server.stop()
     assert not server.is_running
-    wait_for(lambda: not any(map(is_alive, ids)))
+    wait_for(lambda: not any(map(is_running, ids)))
 
 
 def test_a_server_ends_when_the_process_that_asked_for_it_is_killed(tmp_path):
@@ -58,11 +52,11 @@ def test_a_server_ends_when_the_process_that_asked_for_it_is_killed(tmp_path):
     asking = subprocess.Popen([sys.executable, "-c", script])
     try:
         ids = ids_in(log)
-        assert all(map(is_alive, ids))
+        assert all(map(is_running, ids))
     finally:
         os.kill(asking.pid, signal.SIGKILL)
         asking.wait()
-    wait_for(lambda: not any(map(is_alive, ids)))
+    wait_for(lambda: not any(map(is_running, ids)))
 
 
 def test_a_server_that_ends_says_why_with_its_log(tmp_path):

@@ -8,14 +8,13 @@ import time
 from dataclasses import dataclass, replace
 
 import pytest
+from playing import all_groups
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Score
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.opening import RunGateway
-from lockstep.agent.loop import Budget, RolloutOptions, collect, sampling_of
 from lockstep.agent.scoring import ExactScorer, ScorerConfig
-from lockstep.agent.turns import Policy
 from lockstep.envs.programs.config import AgentProgramConfig, ConnectConfig
 from lockstep.envs.programs.program import score_of
 from lockstep.errors import ConfigError, DataError
@@ -60,15 +59,10 @@ def play(config, tasks, *, agents=None, group_size=1, **settings):
         try:
             if agents is not None:
                 beside = asyncio.create_task(agents((await gateway.open()).url))
-            return await collect(
-                Policy(says("four"), RENDERER, sampling_of(agent)),
-                lambda task: config.environment(task, agent),
-                tasks,
-                group_size=group_size,
-                budget=Budget.of(agent, max_tokens=4096),
-                run_seed=0,
-                options=RolloutOptions(gateway=gateway.open),
-            )
+            return await all_groups(
+                says("four"), RENDERER, lambda task: config.environment(task, agent), tasks,
+                group_size=group_size, config=agent, max_tokens=4096, gateway=gateway.open,
+            )  # fmt: skip
         finally:
             if beside is not None:
                 beside.cancel()

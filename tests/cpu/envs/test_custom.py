@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from playing import play_turns
 
 import lockstep
 from lockstep.agent.config import AgentConfig
@@ -72,15 +73,8 @@ def here(tmp_path, monkeypatch):
 
 
 def play(config, *turns):
-    async def episode():
-        task = config.task.splits["train"][0]
-        environment = CustomEnvironment(config.task, task, ToolLimits())
-        await environment.reset()
-        for turn in turns:
-            await environment.step(turn)
-        return await environment.score()
-
-    return asyncio.run(episode())
+    task = config.task.splits["train"][0]
+    return play_turns(CustomEnvironment(config.task, task, ToolLimits()), turns).score
 
 
 # -- one config, three ways ---------------------------------------------------------------------

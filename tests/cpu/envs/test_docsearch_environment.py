@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from playing import play_turns
 from tiny_models import CLEAN_SEARCH, NOISY_SEARCH, demonstrate_search
 
 from lockstep.agent.config import AgentConfig
@@ -54,17 +55,8 @@ def world_of(task) -> World:
 
 def play(environment, turns):
     """(observations, score) of an episode with these assistant turns."""
-
-    async def main():
-        await environment.reset()
-        observations = []
-        for turn in turns:
-            observations.append(await environment.step(turn))
-            if observations[-1].done:
-                break
-        return observations, await environment.score()
-
-    return asyncio.run(main())
+    found = play_turns(environment, turns, ends=True)
+    return found.observations, found.score
 
 
 def environment_of(world: World, config: DocSearchConfig = CONFIG):

@@ -1,6 +1,5 @@
 """Instruction following: checkers, prompts that are made, published files, the episode."""
 
-import asyncio
 import csv
 import json
 import random
@@ -11,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from playing import play_turns
 from tiny_models import InstructionDemonstrationsConfig, reply
 
 from lockstep.agent.config import AgentConfig
@@ -372,16 +372,9 @@ def test_splits_of_a_file_share_no_task(tmp_path):
 
 
 def play(config, task, replies):
-    async def main():
-        environment = config.environment(task, AGENT)
-        said = list(await environment.reset())
-        for text in replies:
-            message = text if isinstance(text, Message) else Message(role="assistant", content=text)
-            observation = await environment.step(message)
-            said += observation.messages
-        return said, observation.done, await environment.score()
-
-    return asyncio.run(main())
+    turns = [r if isinstance(r, Message) else Message(role="assistant", content=r) for r in replies]
+    found = play_turns(config.environment(task, AGENT), turns)
+    return found.messages, found.observations[-1].done, found.score
 
 
 def test_the_user_goes_on_and_every_turn_counts(tmp_path):

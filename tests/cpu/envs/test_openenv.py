@@ -11,11 +11,13 @@ import os
 import socket
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from aiohttp import WSMsgType, web
 from loopback import LoopbackServer
+from playing import play_turns
 
 from lockstep import config as C
 from lockstep.agent.config import AgentConfig
@@ -148,24 +150,13 @@ def guess(*numbers):
 
 def play(config, seed, *turns):
     """(reward, counters, what the model read, whether it ended)."""
-    environment = config.environment(Task(id="t", payload={"seed": seed}), AGENT)
-
-    async def episode():
-        counters, done = {}, False
-        try:
-            messages = [*await environment.reset()]
-            for turn in turns:
-                observation = await environment.step(turn)
-                messages += observation.messages
-                for name, value in observation.metrics.items():
-                    counters[name] = counters.get(name, 0) + value
-                done = observation.done
-            score = await environment.score()
-        finally:
-            await environment.close()
-        return score.reward, counters, [m.content for m in messages], done
-
-    return asyncio.run(episode())
+    task = Task(id="t", payload={"seed": seed})
+    found = play_turns(config.environment(task, AGENT), turns)
+    counters = Counter()
+    for observation in found.observations:
+        counters.update(observation.metrics)
+    done = bool(turns) and found.observations[-1].done
+    return found.score.reward, dict(counters), [m.content for m in found.messages], done
 
 
 def test_an_episode_is_played_by_calls_of_one_tool(url):

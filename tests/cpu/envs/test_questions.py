@@ -8,13 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from playing import all_groups, play_turns
 
 from lockstep import config as C
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Score
-from lockstep.agent.loop import Budget, collect, sampling_of
 from lockstep.agent.scoring import ExactScorer, ScorerConfig
-from lockstep.agent.turns import Policy
 from lockstep.envs.mcp_tasks import MCPConfig
 from lockstep.envs.questions import QuestionsConfig
 from lockstep.errors import ConfigError, DataError, ToolServerError
@@ -57,21 +56,10 @@ class LengthScorer(ScorerConfig):
 
 
 def play(environment, *turns):
-    """(score, all counters) of an episode with these turns of the model."""
-
-    async def episode():
-        counters = {}
-        try:
-            messages = [*await environment.reset()]
-            for turn in turns:
-                observation = await environment.step(turn)
-                messages += observation.messages
-                counters |= observation.metrics
-            return await environment.score(), counters, messages
-        finally:
-            await environment.close()
-
-    return asyncio.run(episode())
+    """(score, all counters, all messages) of an episode with these turns of the model."""
+    found = play_turns(environment, turns)
+    counters = {name: x for each in found.observations for name, x in each.metrics.items()}
+    return found.score, counters, found.messages
 
 
 def said(text):
@@ -164,16 +152,13 @@ def test_a_server_that_dies_in_every_episode_ends_none_of_them(path):
 
     config = MCPConfig(path=path, command=f"{COMMAND} plain", tools=("die",), start_seconds=60)
     agent = AgentConfig(max_turns=3, max_turn_tokens=64)
+    tasks = config.tasks(split="train", seed=0).take(2)
     groups = asyncio.run(
-        collect(
-            Policy(FakeEngine(reply), renderer, sampling_of(agent)),
-            lambda task: config.environment(task, agent),
-            config.tasks(split="train", seed=0).take(2),
-            group_size=4,
-            budget=Budget.of(agent, max_tokens=4096),
-            run_seed=0,
+        all_groups(
+            FakeEngine(reply), renderer, lambda task: config.environment(task, agent), tasks,
+            group_size=4, config=agent, max_tokens=4096,
         )
-    )
+    )  # fmt: skip
     asyncio.run(config.close())
     episodes = [t for group in groups for t in group.trajectories]
     assert [(t.status, t.reward) for t in episodes] == [("finished", 0.0)] * 8

@@ -1,6 +1,5 @@
 """reasoning-gym's tasks: exactly repeatable, split by question, scored without running answers."""
 
-import asyncio
 import re
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from playing import play_turns
 
 from lockstep import config as C
 from lockstep.agent.config import AgentConfig
@@ -30,16 +30,10 @@ def score(dataset, answer, seed=5, settings=None):
 
 def play(config, task, reply):
     """(reward, parts, counters) of an episode in which the model says `reply`."""
-    environment = config.environment(task, AGENT)
-
-    async def episode():
-        await environment.reset()
-        observation = await environment.step(Message(role="assistant", content=reply))
-        assert observation.done
-        return await environment.score(), dict(observation.metrics)
-
-    scored, counters = asyncio.run(episode())
-    return scored.reward, dict(scored.parts), counters
+    turn = Message(role="assistant", content=reply)
+    found = play_turns(config.environment(task, AGENT), [turn])
+    assert found.observations[0].done
+    return found.score.reward, dict(found.score.parts), dict(found.observations[0].metrics)
 
 
 def test_a_dataset_and_its_settings_are_given_on_the_command_line():

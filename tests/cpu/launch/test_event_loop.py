@@ -13,13 +13,6 @@ from lockstep.recipes import find_recipe
 from lockstep.run.train import train
 
 
-@pytest.fixture
-def plain_interrupts():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def in_a_cell(call):
     """What a notebook does: the loop of the kernel calls plain code."""
 

@@ -9,6 +9,7 @@ import threading
 import time
 
 import pytest
+from running import is_running
 
 from lockstep.errors import ConfigError, EngineError, ServerRefusedError
 from lockstep.launch.workers import WorkerProcess, gpus_of_rank, portable
@@ -26,14 +27,6 @@ def start(tmp_path):
     yield start
     for worker in started:
         worker.end(seconds=0)
-
-
-def is_running(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_messages_come_back_in_order_and_a_worker_that_is_told_to_stop_ends(start):

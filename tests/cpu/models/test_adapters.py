@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_configs import tiny_config
+from watched_ops import CrowdedOps
 
 from lockstep.models.adapter_rows import Groups
 from lockstep.models.adapters import AdapterStacks, decoder_over
@@ -219,14 +220,6 @@ def test_an_adapter_is_replaced_in_place_and_dropped():
     wider = put_adapter(decoder_over(base), seed=4, rank=6)
     stacks.put(4, wider, base, replacing=3)
     assert torch.equal(run(base, [4, 4], stacks.rows(base, np.full(8, 4))), run(wider, [4, 4]))
-
-
-class CrowdedOps(InvariantOps):
-    """Products of several weights whose bits depend on how many there are."""
-
-    def expert_linear(self, x, weight, bias, tokens_per_expert):
-        out = super().expert_linear(x, weight, bias, tokens_per_expert)
-        return out * (1 + 2**-20) if len(weight) > 4 else out
 
 
 def test_the_self_test_finds_products_that_depend_on_how_many_adapters_there_are():

@@ -35,12 +35,7 @@ NUM_ROWS = 300
 COUNTS = (*range(1, 41), 63, 64, 65, 127, 200, 299)
 
 
-@pytest.fixture(autouse=True)
-def process_settings():
-    """The thread count belongs to the process: a test leaves it as it was."""
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("process_settings")
 
 
 # -- one op, one row ----------------------------------------------------------------------------

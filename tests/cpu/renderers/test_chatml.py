@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import written_turns
 from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,13 +24,7 @@ USER = Message(role="user", content="Who?")
 
 
 def ids_of(text):
-    """Ids of `text` in which control tokens are spelled."""
-    ids = []
-    while text:
-        name = next((n for n in CHATML_TOKENS if text.startswith(n)), None)
-        ids += [TOKENIZER.control_id(name)] if name else TOKENIZER.encode(text[0])
-        text = text[len(name or text[0]) :]
-    return ids
+    return written_turns.ids_of(TOKENIZER, text)
 
 
 def parsed(text):

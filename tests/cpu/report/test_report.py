@@ -8,12 +8,12 @@ import re
 import shutil
 import statistics
 import subprocess
-from html.parser import HTMLParser
 from importlib.resources import files
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from html_pages import Page
 from synthetic_runs import CONTROL, HOSTILE, decode_token, write_run
 
 from lockstep.cli import main
@@ -46,26 +46,6 @@ def written(runs, tmp_path_factory):
     out = tmp_path_factory.mktemp("report") / "report.html"
     assert write_report(runs, out, tokenizers=[TOKENIZER] * len(runs)) == out
     return out.read_text(), json.loads(out.with_suffix(".json").read_text())
-
-
-class Page(HTMLParser):
-    """Collects the start tags, and the text of script and style elements."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.raw, self._open = [], [], None
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        self._open = (tag, dict(attrs)) if tag in ("script", "style") else None
-
-    def handle_endtag(self, tag):
-        self._open = None
-
-    def handle_data(self, data):
-        if self._open:
-            self.raw.append((*self._open, data))
 
 
 # -- the file ---------------------------------------------------------------------------------

@@ -11,13 +11,6 @@ from lockstep.objectives.losses import make_loss
 from lockstep.training.learner import uninterrupted
 
 
-@pytest.fixture
-def plain_interrupts():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.parametrize("moment", ["first parameters", "after the weights"])
 def test_an_interrupt_within_an_optimizer_step_leaves_a_whole_update(
     tmp_path, plain_interrupts, moment

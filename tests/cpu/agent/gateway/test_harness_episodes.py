@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 from cpu.renderers.made_up_templates import THINKS_AT_ONCE, template
 from gateway_sessions import RENDERER, Agent, check, said, turns, user
+from playing import all_groups
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.registry import SessionRegistry
 from lockstep.agent.harness import Endpoint, Harness
-from lockstep.agent.loop import Budget, RolloutOptions, collect, sampling_of
-from lockstep.agent.turns import Policy
 from lockstep.renderers.config import ChatMLConfig, JinjaConfig
 from lockstep.renderers.registry import make_renderer
 from lockstep.testing.engines import FakeEngine
@@ -67,18 +66,13 @@ def play(
         made.append(make() if callable(make) and not isinstance(make, Harness) else make)
         return made[-1]
 
-    agent = AgentConfig(**settings)
     groups = asyncio.run(
-        collect(
-            Policy(engine, renderer, sampling_of(agent)),
-            factory,
-            [Task(id=f"t{n}") for n in range(num_tasks)],
-            group_size=group_size,
-            budget=Budget.of(agent, max_tokens=max_tokens),
-            run_seed=0,
-            options=RolloutOptions(gateway=gateway),
+        all_groups(
+            engine, renderer, factory, [Task(id=f"t{n}") for n in range(num_tasks)],
+            group_size=group_size, config=AgentConfig(**settings), max_tokens=max_tokens,
+            gateway=gateway,
         )
-    )
+    )  # fmt: skip
     found = [t for group in groups for t in group.trajectories]
     for trajectory in found:
         check(trajectory, engine)
@@ -240,18 +234,10 @@ def test_an_agent_that_is_late_but_has_posted_is_truncated():
 
 
 def test_a_harness_without_a_gateway_says_what_is_missing():
-    async def main():
-        agent = AgentConfig()
-        return await collect(
-            Policy(FakeEngine(turns(said("x"))), RENDERER, sampling_of(agent)),
-            lambda task: Plays(returns_nothing),
-            [Task(id="t")],
-            group_size=1,
-            budget=Budget.of(agent, max_tokens=1000),
-            run_seed=0,
-        )
-
-    (group,) = asyncio.run(main())
+    engine = FakeEngine(turns(said("x")))
+    (group,) = asyncio.run(
+        all_groups(engine, RENDERER, lambda task: Plays(returns_nothing), [Task(id="t")])
+    )
     assert "nothing here starts a gateway" in group.trajectories[0].error
 
 
@@ -294,24 +280,15 @@ def test_a_score_of_a_group_is_for_harnesses_too():
 
     REGISTRIES.append(SessionRegistry())
 
-    async def main():
-        agent = AgentConfig()
-        return await collect(
-            Policy(FakeEngine(turns(said("x"))), RENDERER, sampling_of(agent)),
-            lambda task: Plays(script),
-            [Task(id="t")],
-            group_size=3,
-            budget=Budget.of(agent, max_tokens=1000),
-            run_seed=0,
-            options=RolloutOptions(
-                gateway=gateway,
-                group_scorer=lambda task: (
-                    lambda those: [Score(reward=float(n)) for n in range(len(those))]
-                ),
-            ),
-        )
+    def scores(those):
+        return [Score(reward=float(n)) for n in range(len(those))]
 
-    (group,) = asyncio.run(main())
+    (group,) = asyncio.run(
+        all_groups(
+            FakeEngine(turns(said("x"))), RENDERER, lambda task: Plays(script), [Task(id="t")],
+            group_size=3, gateway=gateway, group_scorer=lambda task: scores,
+        )
+    )  # fmt: skip
     assert group.rewards == [0.0, 1.0, 2.0]
 
 

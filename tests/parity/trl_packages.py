@@ -1,0 +1,25 @@
+"""Imports trl beside the folder tests/vllm, which it would take for an installed vllm."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+def trl_modules():
+    """(trl, its GRPOTrainer, datasets). Skips the test where one is missing."""
+    for name in ("trl", "datasets", "pandas"):
+        if importlib.util.find_spec(name) is None:
+            pytest.skip(f"pip install {name}")
+    before = sys.path[:]
+    sys.path[:] = [place for place in before if Path(place) != TESTS]
+    try:
+        import datasets
+        import trl
+
+        return trl, trl.GRPOTrainer, datasets
+    finally:
+        sys.path[:] = before
