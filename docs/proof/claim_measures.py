@@ -291,31 +291,30 @@ def noise_of_engines() -> Figures:
     return out
 
 
+def benchmark(name: str, *words: str) -> list[dict[str, Any]]:
+    """The rows of a benchmark."""
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    return json.loads(done.stdout.splitlines()[-1])["parts"]
+
+
 def cost_of_determinism() -> Figures:
     """Share of a decode step's processor time that stock ops need of that under the contract:
     gpt-oss' layers, hidden 512, float32, 8 and 64 requests (`benchmarks/true_on_policy.py`)."""
-    script = str(ROOT / "benchmarks" / "true_on_policy.py")
-    only = ["--only", "decode-8", "decode-64", "--model", "gpt_oss", "--dtype", "float32"]
-    how = ["--clock", "cpu", "--threads", "1", "--rounds", "2", "--json"]
-    done = subprocess.run(
-        [sys.executable, script, *only, *how], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    parts = json.loads(done.stdout.splitlines()[-1])["parts"]
-    return {part["name"].split("/")[1]: part["peer"] / part["ours"] for part in parts}
+    only = ("--only", "decode-8", "decode-64", "--model", "gpt_oss", "--dtype", "float32")
+    how = ("--clock", "cpu", "--threads", "1", "--rounds", "2")
+    rows = benchmark("true_on_policy", *only, *how)
+    return {row["name"].split("/")[1]: row["peer"] / row["ours"] for row in rows}
 
 
 def beside_an_idle_engine() -> Figures:
     """Seconds of a step beside an engine that waits for tools, and the interval of 95 % of their
     ratio, by Welch's test of the logs of four steps each: `benchmarks/averaging.py`."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "averaging.py"), "--rounds", "1"]
-    done = subprocess.run(
-        [*command, "--only", "idle", "--json"], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    (part,) = json.loads(done.stdout.splitlines()[-1])["parts"]
-    logs = (np.log(part["steps"][arm]) for arm in ("averaged", "recomputed"))
+    (row,) = benchmark("averaging", "--rounds", "1", "--only", "idle")
+    logs = (np.log(row["steps"][arm]) for arm in ("averaged", "recomputed"))
     interval = stats.ttest_ind(*logs, equal_var=False).confidence_interval(0.95)
     low, high = float(np.exp(interval.low)), float(np.exp(interval.high))
-    return {"averaged": part["ours"], "recomputed": part["peer"], "low": low, "high": high}
+    return {"averaged": row["ours"], "recomputed": row["peer"], "low": low, "high": high}
 
 
 # -- the retrospective on GPT-OSS ------------------------------------------------------------------
@@ -455,10 +454,5 @@ def memory_of_experts() -> Figures:
 
 def sequence_parallel() -> Figures:
     """Peak of each of two and four processes, relative to one: 4,096 tokens, four layers."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "sequence_parallel.py"), "--json"]
-    done = subprocess.run(
-        [*command, "--tokens", "4096"], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    details = json.loads(done.stdout.splitlines()[-1])["details"]
-    one, two, four = (each["mib"] for each in details)
-    return {"two": two / one, "four": four / one}
+    two, four = benchmark("sequence_parallel", "--tokens", "4096")
+    return {"two": two["ours"] / two["peer"], "four": four["ours"] / four["peer"]}

@@ -61,7 +61,6 @@ DOCUMENTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    document: str
     text: str
     """The claim in one sentence."""
     theirs: str
@@ -154,10 +153,6 @@ def halves(first: bool, second: bool) -> Verdict:
     return "reproduces" if first and second else "in part" if first or second else "does not"
 
 
-def untested(why: str) -> Callable[[Figures], Found]:
-    return lambda _: (why, "not tested")
-
-
 # -- figures of studies ----------------------------------------------------------------------------
 
 
@@ -178,6 +173,14 @@ def spread(values: Sequence[float]) -> str:
     return f"{middle} ({low} .. {high}, {len(values)} seeds)"
 
 
+def told(found: Mapping[str, Sequence[float]]) -> str:
+    return ", ".join(f"{name} {spread(values)}" for name, values in found.items())
+
+
+def logs_of(values: Sequence[float]) -> list[float]:
+    return [math.log(value) for value in values]
+
+
 def rewards(name: str, condition: str) -> Callable[[str], list[float]]:
     return lambda arm: seeds_of(name, condition, arm, "reward_last_10")
 
@@ -188,9 +191,8 @@ def higher(
     """Judge of "the arm `high` ends higher than `low`"."""
 
     def judge(_: Figures) -> Found:
-        a, b = (seeds_of(name, condition, arm, figure) for arm in (high, low))
-        text = f"{high} {spread(a)}, {low} {spread(b)}"
-        return text, is_higher(a, b, by=by)
+        found = {arm: seeds_of(name, condition, arm, figure) for arm in (high, low)}
+        return told(found), is_higher(*found.values(), by=by)
 
     return judge
 
@@ -201,9 +203,9 @@ def alike(
     """Judge of "all these arms end alike": every one against the first."""
 
     def judge(_: Figures) -> Found:
-        first, *others = found = [seeds_of(name, condition, arm, figure) for arm in arms]
-        text = ", ".join(f"{arm} {spread(v)}" for arm, v in zip(arms, found, strict=True))
-        return text, worst(*(are_alike(other, first, within=within) for other in others))
+        found = {arm: seeds_of(name, condition, arm, figure) for arm in arms}
+        first, *others = found.values()
+        return told(found), worst(*(are_alike(other, first, within=within) for other in others))
 
     return judge
 
@@ -275,19 +277,16 @@ def order_of_estimates(_: Figures) -> Found:
 
 def cap_of_tis(_: Figures) -> Found:
     of = rewards("collapse", NOISE)
-    arms = ("TIS, 1.5", "TIS, 2", "TIS, 5")
-    found = [of(arm) for arm in arms]
-    text = ", ".join(f"{arm} {spread(v)}" for arm, v in zip(arms, found, strict=True))
-    found.sort(key=lambda values: mean(values or [0.0]))
-    return text, is_higher(found[-1], found[0], by=0.2)
+    found = {arm: of(arm) for arm in ("TIS, 1.5", "TIS, 2", "TIS, 5")}
+    low, _, high = sorted(found.values(), key=lambda values: mean(values or [0.0]))
+    return told(found), is_higher(high, low, by=0.2)
 
 
 def kl_of_estimates(_: Figures) -> Found:
     arms = ("averaged, n=8", "replay", "rollout", "recomputed")
     found = {arm: seeds_of("collapse", NOISE, arm, "behaviour_k3_mean") for arm in arms}
-    text = ", ".join(f"{arm} {spread(v)}" for arm, v in found.items())
-    logs = {arm: [math.log(v) for v in values] for arm, values in found.items()}
-    return f"k3: {text}", worst(*(
+    logs = {arm: logs_of(values) for arm, values in found.items()}
+    return f"k3: {told(found)}", worst(*(
         is_higher(logs[high], logs[low], by=math.log(2))
         for low in arms[:2] for high in arms[2:]
     ))  # fmt: skip
@@ -295,10 +294,10 @@ def kl_of_estimates(_: Figures) -> Found:
 
 def lost_routes(_: Figures) -> Found:
     arms = ("replay", "replay in part", "recomputed")
-    found = [seeds_of("averaging", "noise as measured", arm, "behaviour_k3_mean") for arm in arms]
-    text = ", ".join(f"{arm} {spread(v)}" for arm, v in zip(arms, found, strict=True))
-    logs = [[math.log(v) for v in values] for values in found]
-    return f"k3: {text}", worst(
+    name, figure = "noise as measured", "behaviour_k3_mean"
+    found = {arm: seeds_of("averaging", name, arm, figure) for arm in arms}
+    logs = [logs_of(values) for values in found.values()]
+    return f"k3: {told(found)}", worst(
         is_higher(logs[1], logs[0], by=math.log(2)), is_higher(logs[2], logs[1], by=math.log(1.5))
     )
 
@@ -314,8 +313,7 @@ def broken_rows(_: Figures) -> Found:
         for name, condition in arms.items()
     }
     healthy = seeds_of("tokens", "healthy", "as by default", "reward_last_10")
-    text = ", ".join(f"{name} {spread(v)}" for name, v in found.items())
-    return f"healthy {spread(healthy)}; {text}", is_higher(
+    return f"healthy {spread(healthy)}; {told(found)}", is_higher(
         healthy, found["log-probs by position"], by=0.5
     )
 
@@ -368,8 +366,7 @@ def rises_late(_: Figures) -> Found:
         for figure in ("k3_steps_200_300", "k3_last_100")
     )
     text = f"k3 {spread(middle)} at steps 200 to 299, {spread(last)} in the last 100 of 700"
-    logs = [[math.log(v) for v in values] for values in (last, middle)]
-    return text, is_higher(*logs, by=math.log(3))
+    return text, is_higher(logs_of(last), logs_of(middle), by=math.log(3))
 
 
 def late_mis(_: Figures) -> Found:
@@ -380,8 +377,7 @@ def late_mis(_: Figures) -> Found:
         "router noise 0.3",
     ):
         base, mis = (
-            [math.log(v) for v in seeds_of("fork", condition, arm, "k3_last_10")]
-            for arm in ("base", "MIS")
+            logs_of(seeds_of("fork", condition, arm, "k3_last_10")) for arm in ("base", "MIS")
         )
         lower = sum(b > m for b, m in zip(base, mis, strict=True))
         texts.append(f"{condition}: lower in {lower} of {len(base)} seeds")
@@ -407,8 +403,7 @@ def no_collapse(_: Figures) -> Found:
 def penalty(_: Figures) -> Found:
     arms = ("none", "advantage, 0.3", "loss, 0.3", "loss, 0.01")
     of = rewards("penalty", "sinks ignored")
-    text = ", ".join(f"{arm} {spread(of(arm))}" for arm in arms)
-    return text, is_higher(of("advantage, 0.3"), of("none"), by=0.2)
+    return told({arm: of(arm) for arm in arms}), is_higher(of("advantage, 0.3"), of("none"), by=0.2)
 
 
 def pull(_: Figures) -> Found:
@@ -469,9 +464,9 @@ def on_tasks(high: str, low: str) -> Callable[[Figures], Found]:
     def judge(_: Figures) -> Found:
         texts, verdicts = [], []
         for task in ("math", "retool", "instructions"):
-            a, b = (seeds_of(f"sinks-{task}", task, arm, "reward_last_10") for arm in (high, low))
-            texts.append(f"{task}: {high} {spread(a)}, {low} {spread(b)}")
-            verdicts.append(is_higher(a, b, by=0.3))
+            text, verdict = higher(f"sinks-{task}", task, high, low, by=0.3)(_)
+            texts.append(f"{task}: {text}")
+            verdicts.append(verdict)
         return "; ".join(texts), worst(*verdicts)
 
     return judge
@@ -486,9 +481,8 @@ def log_perplexity(_: Figures) -> Found:
 
 # -- the claims ------------------------------------------------------------------------------------
 
-CLAIMS = (
+TINKER = (
     Claim(
-        document="tinker",
         text="Rows that are re-rendered and miss their end have a KL of 4 to 7",
         theirs="k1 4 to 7, k2 25 to 40",
         measure="published_program",
@@ -499,7 +493,6 @@ CLAIMS = (
         ),
     ),
     Claim(
-        document="tinker",
         text="Rows that hold what was sampled bring it down by more than 99 %",
         theirs="k1 0.028, k2 0.003",
         measure="published_program",
@@ -509,14 +502,12 @@ CLAIMS = (
         ),
     ),
     Claim(
-        document="tinker",
         text="Decoding and rendering a turn again leaves few of its tokens in place",
         theirs="6.7 % match",
         measure="published_program",
         judge=lambda f: (f"{f['match_before']:.1%} match", holds(f["match_before"] < 0.5)),
     ),
     Claim(
-        document="tinker",
         text="Single turns agree; only dialogues of several turns do not",
         theirs="k1 -0.018 and 0.12 to 7",
         measure="published_program",
@@ -526,7 +517,6 @@ CLAIMS = (
         ),
     ),
     Claim(
-        document="tinker",
         text="A third of the tokens is as good as forced",
         theirs="30 to 35 %",
         measure="forced_share",
@@ -536,28 +526,24 @@ CLAIMS = (
         ),
     ),
     Claim(
-        document="tinker",
         text="Such rows break training",
         theirs="reward does not rise",
         study="tokens",
         judge=broken_rows,
     ),
     Claim(
-        document="tinker",
         text="Missing final tokens are part of the damage, by themselves",
         theirs="one of three causes",
         study="tokens",
         judge=missing_end,
     ),
     Claim(
-        document="tinker",
         text="A KL above 0.01 is a warning of damage",
         theirs="0.01 warning, 0.1 critical",
         study="corrections",
         judge=kl_thresholds,
     ),
     Claim(
-        document="tinker",
         text="Two renderers of the harmony format give the same tokens",
         theirs="5 of 5 dialogues",
         measure="two_renderers",
@@ -567,14 +553,12 @@ CLAIMS = (
         ),
     ),
     Claim(
-        document="tinker",
         text="It is not the renderer: trained by either, the KL is alike",
         theirs="0.13 and 0.11 (reward 0.71 and -0.14, by format errors)",
         study="renderers",
         judge=two_arms_of_renderers,
     ),
     Claim(
-        document="tinker",
         text="The KL after the update is like that before it",
         theirs="0.13 -> 0.10, 0.11 -> 0.14",
         measure="pre_and_post_update",
@@ -585,7 +569,6 @@ CLAIMS = (
         ),
     ),
     Claim(
-        document="tinker",
         text="Outliers at protocol tokens come from dropout in the trainer",
         theirs="cluster at ids above 200,000",
         measure="dropout_at_protocol_tokens",
@@ -596,21 +579,20 @@ CLAIMS = (
         ),
     ),
     Claim(
-        document="tinker",
         text="A KL penalty in the advantages handles a mismatch of the two sides",
         theirs="recommended, coefficient 0.01",
         study="penalty",
         judge=penalty,
     ),
     Claim(
-        document="tinker",
         text="A KL penalty in the loss handles it",
         theirs="named so in the text",
         study="penalty",
         judge=pull,
     ),
+)
+SLIME = (
     Claim(
-        document="slime",
         text="k3 between engines is 1e-5 to 1e-3 for dense models, 1e-3 to 1e-1 for mixtures",
         theirs="1e-5 .. 1e-3; 1e-3 .. 1e-1",
         measure="half_precision",
@@ -620,28 +602,24 @@ CLAIMS = (
         ),
     ),
     Claim(
-        document="slime",
         text="k3 falls at first, while the policy learns",
         theirs="a curve",
         study="corrections",
         judge=falls_at_first,
     ),
     Claim(
-        document="slime",
         text="k3 rises late, at a stable reward",
         theirs="from step 600",
         study="late",
         judge=rises_late,
     ),
     Claim(
-        document="slime",
         text="IS, with rejection and normalisation or without, does no harm",
         theirs="four equal curves",
         study="corrections",
         judge=alike("corrections", "kernel noise 0.035", tuple(studies.FOUR_ARMS), within=0.1),
     ),
     Claim(
-        document="slime",
         text="All four arms show the same growth of the responses",
         theirs="from step 100",
         study="growth",
@@ -654,21 +632,18 @@ CLAIMS = (
         ),
     ),
     Claim(
-        document="slime",
         text="MIS from a late checkpoint stops the growth of k3",
         theirs="from step 650, a curve",
         study="fork",
         judge=late_mis,
     ),
     Claim(
-        document="slime",
         text="A mismatch alone collapses no run",
         theirs="none of theirs, GLM 4.6 included",
         study="fork",
         judge=no_collapse,
     ),
     Claim(
-        document="slime",
         text="Normalised weights keep the step size steady, at sequence and geometric level",
         theirs="recommended for both",
         measure="normalisation",
@@ -687,7 +662,6 @@ CLAIMS = (
         ),
     ),
     Claim(
-        document="slime",
         text="Equal kernels bring the KL to exactly 0",
         theirs="0",
         measure="contract",
@@ -697,7 +671,6 @@ CLAIMS = (
         ),
     ),
     Claim(
-        document="slime",
         text="The sampler's log-probs as the old ones save a forward pass",
         theirs="one forward of all rows",
         measure="saved_forward",
@@ -708,8 +681,9 @@ CLAIMS = (
             holds(f["bypass_share"] == 0 and f["recomputed_share"] == 1),
         ),
     ),
+)
+RETROSPECTIVE = (
     Claim(
-        document="retrospective",
         text="Two forwards of a mixture differ, so an on-policy ratio is clipped; setting it to 1 "
         "ends that",
         theirs="clip fraction 0 after the fix",
@@ -721,56 +695,48 @@ CLAIMS = (
         ),
     ),
     Claim(
-        document="retrospective",
         text="A trainer without sinks: gradients explode, the reward does not rise",
         theirs="curves, three tasks",
         study="sinks",
         judge=exploding,
     ),
     Claim(
-        document="retrospective",
         text="Freezing attention stabilises in part",
         theirs="curves",
         study="sinks",
         judge=frozen_attention,
     ),
     Claim(
-        document="retrospective",
         text="Sequence-level importance sampling stabilises",
         theirs="curves",
         study="sinks",
         judge=rescue("ignored, sequence IS"),
     ),
     Claim(
-        document="retrospective",
         text="So does a weight per token (the rollout correction it links to)",
         theirs="not shown",
         study="sinks",
         judge=rescue("ignored, token TIS"),
     ),
     Claim(
-        document="retrospective",
         text="With sequence-level importance sampling the reward rises modestly",
         theirs="like attention frozen",
         study="sinks",
         judge=higher("sinks", SINKS, "correct", "ignored, sequence IS", by=0.1),
     ),
     Claim(
-        document="retrospective",
         text="The largest log-perplexity gap of a batch shows the mismatch",
         theirs="a curve",
         study="sinks",
         judge=log_perplexity,
     ),
     Claim(
-        document="retrospective",
         text="Learning is driven by the experts: attention frozen learns as well",
         theirs="two equal curves",
         study="sinks",
         judge=alike("sinks", SINKS, ("correct", "correct, attention frozen"), within=0.05),
     ),
     Claim(
-        document="retrospective",
         text="The formulas of attention with sinks, forward and backward",
         theirs="given",
         measure="sinks_formula",
@@ -781,28 +747,24 @@ CLAIMS = (
         ),
     ),
     Claim(
-        document="retrospective",
         text="A backward without the sinks' gradient is part of the damage",
         theirs="the fix has it",
         study="sinks",
         judge=higher("sinks", SINKS, "correct", "no gradient", by=0.1),
     ),
     Claim(
-        document="retrospective",
         text="With sinks, mathematics, instructions and tool use learn; without, they do not",
         theirs="three figures",
         study="sinks-math sinks-retool sinks-instructions",
         judge=on_tasks("correct", "ignored"),
     ),
     Claim(
-        document="retrospective",
         text="On these tasks, too, sequence-level importance sampling stabilises",
         theirs="not shown",
         study="sinks-math sinks-retool sinks-instructions",
         judge=on_tasks("ignored, sequence IS", "ignored"),
     ),
     Claim(
-        document="retrospective",
         text="Experts computed one after the other need far less memory",
         theirs="out of 140 GiB before",
         measure="memory_of_experts",
@@ -813,7 +775,6 @@ CLAIMS = (
         ),
     ),
     Claim(
-        document="retrospective",
         text="Sequence parallelism divides the memory of activations",
         theirs="by its degree",
         measure="sequence_parallel",
@@ -826,8 +787,9 @@ CLAIMS = (
             else "does not",
         ),
     ),
+)
+KWAIKAT = (
     Claim(
-        document="kwaikat",
         text="Scored again, dense engines differ by a variance of 1e-5, mixtures by 1e-3",
         theirs="1e-5; 1e-3",
         measure="noise_of_engines",
@@ -844,7 +806,6 @@ CLAIMS = (
         ),
     ),
     Claim(
-        document="kwaikat",
         text="The mean of eight scorings has an eighth of the variance",
         theirs="1 / n",
         measure="averaging",
@@ -854,63 +815,54 @@ CLAIMS = (
         ),
     ),
     Claim(
-        document="kwaikat",
         text="With the sampler's log-probs as old ones, runs collapse",
         theirs="after 60 to 80 steps",
         study="collapse",
         judge=collapse_of(NOISE, "rollout", beside="recomputed"),
     ),
     Claim(
-        document="kwaikat",
         text="With recomputed log-probs, runs collapse under a bias between the two sides",
         theirs="after 60 to 80 steps",
         study="collapse",
         judge=collapse_of(BIAS, "recomputed", beside="averaged, n=8"),
     ),
     Claim(
-        document="kwaikat",
         text="With recomputed log-probs, runs collapse under noise alone",
         theirs="after 60 to 80 steps",
         study="collapse",
         judge=collapse_of(NOISE, "recomputed", beside="rollout"),
     ),
     Claim(
-        document="kwaikat",
         text="TIS and averaged log-probs stay stable",
         theirs="curves",
         study="collapse",
         judge=stable_estimates,
     ),
     Claim(
-        document="kwaikat",
         text="Averaged log-probs learn best, TIS next, the sampler's own last",
         theirs="curves, in this order",
         study="collapse",
         judge=order_of_estimates,
     ),
     Claim(
-        document="kwaikat",
         text="TIS is sensitive to its cap",
         theirs="stated",
         study="collapse",
         judge=cap_of_tis,
     ),
     Claim(
-        document="kwaikat",
         text="Averaging and replay hold the KL low; recorded and recomputed log-probs do not",
         theirs="curves",
         study="collapse",
         judge=kl_of_estimates,
     ),
     Claim(
-        document="kwaikat",
         text="Routing replay works less well where prefixes lose their routes",
         theirs="stated",
         study="averaging",
         judge=lost_routes,
     ),
     Claim(
-        document="kwaikat",
         text="Scoring again finds nearly all of its prefixes in the cache",
         theirs="near 100 %",
         measure="cache_hits",
@@ -920,7 +872,6 @@ CLAIMS = (
         ),
     ),
     Claim(
-        document="kwaikat",
         text="Averaging saves a part of a step beside an engine that waits",
         theirs="10 to 20 %",
         measure="beside_an_idle_engine",
@@ -932,7 +883,6 @@ CLAIMS = (
         ),
     ),
     Claim(
-        document="kwaikat",
         text="Deterministic inference costs a large part of the throughput",
         theirs="40 to 70 %",
         measure="cost_of_determinism",
@@ -942,8 +892,9 @@ CLAIMS = (
             holds(min(f.values()) < 0.6),
         ),
     ),
+)
+TOKENS = (
     Claim(
-        document="tokens",
         text="Text survives encoding and decoding; ids do not survive decoding and encoding",
         theirs="common",
         measure="round_trips",
@@ -954,7 +905,6 @@ CLAIMS = (
         ),
     ),
     Claim(
-        document="tokens",
         text="Messages rendered as a whole are not the prompts and replies joined",
         theirs="stated",
         measure="histories",
@@ -964,7 +914,6 @@ CLAIMS = (
         ),
     ),
     Claim(
-        document="tokens",
         text="The drift grows from turn to turn",
         theirs="stated",
         measure="histories",
@@ -975,7 +924,6 @@ CLAIMS = (
         ),
     ),
     Claim(
-        document="tokens",
         text="With ids in and ids out, rows are what was sampled, and observations are not trained",
         theirs="by construction",
         measure="histories",
@@ -986,13 +934,19 @@ CLAIMS = (
         ),
     ),
     Claim(
-        document="tokens",
         text="A mismatch shows as a wild KL and clip fraction and a reward that stands still",
         theirs="symptoms",
         study="tokens",
         judge=lambda _: symptoms(),
     ),
 )
+CLAIMS = {
+    "tinker": TINKER,
+    "slime": SLIME,
+    "retrospective": RETROSPECTIVE,
+    "kwaikat": KWAIKAT,
+    "tokens": TOKENS,
+}
 
 
 def symptoms() -> Found:
@@ -1010,16 +964,21 @@ def before() -> dict[str, Any]:
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {"figures": {}, "claims": []}
 
 
+def every_claim() -> list[tuple[str, Claim]]:
+    """(document, claim) of all."""
+    return [(document, claim) for document, claims in CLAIMS.items() for claim in claims]
+
+
 def judged(figures: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
     """Every claim with our figure and the verdict. figures: by measure."""
     results.cache_clear()
     out: list[dict[str, str]] = []
-    for claim in CLAIMS:
+    for document, claim in every_claim():
         if claim.measure and claim.measure not in figures:
             ours, verdict = NOT_MEASURED, "not tested"
         else:
             ours, verdict = claim.judge(figures.get(claim.measure, {}).get("found", {}))
-        row = {"document": claim.document, "claim": claim.text, "command": claim.command}
+        row = {"document": document, "claim": claim.text, "command": claim.command}
         out.append(row | {"theirs": claim.theirs, "ours": ours, "verdict": verdict})
     return out
 
@@ -1044,7 +1003,7 @@ def main() -> int:
     kinds.add_argument("--quick", nargs="*", metavar="MEASURE", help="the short ones, or some")
     kinds.add_argument("--judge", action="store_true", help="run nothing")
     options = parser.parse_args()
-    every = list(dict.fromkeys(claim.measure for claim in CLAIMS if claim.measure))
+    every = list(dict.fromkeys(claim.measure for _, claim in every_claim() if claim.measure))
     wanted = [] if options.judge else options.quick or every
     if unknown := [name for name in wanted if name not in every]:
         parser.error(f"no measure {', '.join(unknown)}; there are {', '.join(every)}")

@@ -16,14 +16,13 @@ import asyncio
 import json
 import tempfile
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import doctor_faults  # noqa: F401 - the fault of level d
 import numpy as np
 from investigation import NUM_EPISODES, play_by_messages
-from run import host
+from run import stamp
 
 from lockstep.config import resolve
 from lockstep.doctor.diagnose import diagnose
@@ -161,8 +160,7 @@ def main() -> None:
             for level, said in found[model].items():
                 print(model, level, json.dumps(said), flush=True)
     document = {
-        "command": "python docs/proof/doctor_published.py",
-        "date": datetime.now(UTC).date().isoformat(), "host": host(), "models": found,
+        **stamp("python docs/proof/doctor_published.py"), "models": found,
     }  # fmt: skip
     (HERE / "doctor_published.json").write_text(json.dumps(document, indent=1) + "\n")
 

@@ -22,13 +22,12 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from run import host
+from run import rounded, stamp
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
@@ -337,15 +336,6 @@ def training_ratio(kind: str, directory: Path) -> float:
     return theirs / ours
 
 
-def rounded(value: Any) -> Any:
-    """Floats to two significant digits."""
-    if isinstance(value, dict):
-        return {name: rounded(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [rounded(each) for each in value]
-    return float(f"{value:.2g}") if isinstance(value, float) else value
-
-
 def main() -> None:
     import transformers
 
@@ -354,12 +344,10 @@ def main() -> None:
     found = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else {}
     for kind in sys.argv[1:] or [kind for kind in KINDS if kind not in found]:
         row = tried(kind) if kind in CAUSAL else {"fails": "transformers has no such class"}
-        found[kind] = rounded(row)
+        found[kind] = rounded(row, 2)
         print(kind, json.dumps(found[kind]), flush=True)
         document = {
-            "command": "python docs/proof/fallbacks.py",
-            "date": datetime.now(UTC).date().isoformat(),
-            "host": host(),
+            **stamp("python docs/proof/fallbacks.py"),
             "transformers": transformers.__version__,
             "rows": {
                 kind: {"group": name} | found[kind]

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import numpy as np
-from run import host
+from run import stamp
 
 from lockstep.agent.tasks import derive_seed
 from lockstep.config import resolve
@@ -143,9 +142,7 @@ def main() -> None:
             print(f"{model:13} {name:30} k1 {rung['k1']:9.2e}  k2 {rung['k2']:8.1e}  "
                   f"match {rung['match']:.1%}")  # fmt: skip
     document = {
-        "command": "python docs/proof/investigation.py",
-        "date": datetime.now(UTC).date().isoformat(),
-        "host": host(),
+        **stamp("python docs/proof/investigation.py"),
         "seeds": len(SEEDS),
         "episodes": NUM_EPISODES,
         "models": models,

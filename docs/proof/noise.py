@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from run import host
+from run import rounded, stamp
 from studies import REPORTED_NOISE, TEN_TIMES
 
 from lockstep import measure_noise
@@ -62,22 +61,8 @@ def main() -> None:
         means = {figure: mean(found[figure] for found in seeds) for figure in seeds[0]}
         print(name, *(f"{figure} {value:.2g}" for figure, value in means.items()), flush=True)
         rows[name] = {"settings": list(words), **means, "seeds": seeds}
-    document = {
-        "command": "python docs/proof/noise.py",
-        "date": datetime.now(UTC).date().isoformat(),
-        "host": host(),
-        "rows": rows,
-    }
-    RESULTS.write_text(json.dumps(rounded(document), indent=1) + "\n")
-
-
-def rounded(value: Any) -> Any:
-    """Floats to three significant digits."""
-    if isinstance(value, float):
-        return float(f"{value:.3g}")
-    if isinstance(value, dict):
-        return {name: rounded(each) for name, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, list) else value
+    document = {**stamp("python docs/proof/noise.py"), "rows": rows}
+    RESULTS.write_text(json.dumps(rounded(document, 3), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -226,11 +226,11 @@ def totals(arms: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def benchmarks() -> dict[str, Any]:
     """Every benchmark that can run here, in turn with its peer."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "run_all.py"), "--json"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "run_all.py"), "--full", "--json"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     print(done.stdout, flush=True)
     return {
-        "commands": ["python benchmarks/run_all.py --json"],
+        "commands": ["python benchmarks/run_all.py --full --json"],
         "figures": json.loads(done.stdout.splitlines()[-1]),
     }
 
@@ -254,6 +254,20 @@ def store(name: str, result: dict[str, Any]) -> None:
         "part": name, "date": datetime.now(UTC).date().isoformat(), "host": host(), **result,
     }  # fmt: skip
     (HERE / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n")
+
+
+def stamp(command: str) -> dict[str, Any]:
+    """How, when and on what figures were measured."""
+    return {"command": command, "date": datetime.now(UTC).date().isoformat(), "host": host()}
+
+
+def rounded(value: Any, digits: int) -> Any:
+    """Floats to so many significant digits."""
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}")
+    if isinstance(value, dict):
+        return {name: rounded(each, digits) for name, each in value.items()}
+    return [rounded(each, digits) for each in value] if isinstance(value, list) else value
 
 
 def host() -> dict[str, Any]:

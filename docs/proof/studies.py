@@ -37,7 +37,7 @@ import matplotlib
 
 matplotlib.use("agg")  # no display is needed
 from matplotlib import pyplot
-from run import host
+from run import host, rounded
 
 from lockstep.recipes.methods import METHODS
 
@@ -634,7 +634,7 @@ def store(name: str, condition: str, arm: str, seed: int, found: Mapping[str, An
         "num_seeds": study.num_seeds,
         "conditions": conditions,
     }
-    text = json.dumps(rounded(results), indent=1)
+    text = json.dumps(rounded(results, 4), indent=1)
     # A curve in a line: the file has a thousand of them.
     text = re.sub(r"\[([^\[\]{}\"]*)\]", lambda m: f"[{' '.join(m[1].split())}]", text)
     RESULTS.write_text(text + "\n")
@@ -875,15 +875,6 @@ def draw_arm(
 
 
 # -- the command ----------------------------------------------------------------------------------
-
-
-def rounded(value: Any) -> Any:
-    """Floats to four significant digits: more is noise of the seeds."""
-    if isinstance(value, float):
-        return float(f"{value:.4g}")
-    if isinstance(value, dict):
-        return {name: rounded(each) for name, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, list) else value
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ import shlex
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -214,54 +214,67 @@ def agrees(expected: str, printed: str) -> bool:
 
 # -- generated tables -----------------------------------------------------------------------------
 
+PROOFS = DOCS / "proof"
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    head = "".join(f"| {head} " if head else "| " for head in heads)
+    lines = [f"{head}|", "|---" * len(heads) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows), ""])
+
+
+def without_gaps(text: str) -> str:
+    """One blank in an empty cell, not two."""
+    return text.replace("|  ", "| ")
+
+
+def proved(name: str, default: Any = None) -> Any:
+    """The figures of a proof; the default where it has not run."""
+    path = PROOFS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() or default is None else default
+
 
 def metrics_table() -> str:
     from lockstep.observe.metrics import METRICS
 
     arrow = {"up": "higher", "down": "lower", "none": ""}
-    rows = ["| name | unit | better | what it is |", "|---|---|---|---|"]
-    rows += [
-        f"| `{metric.name}` | {metric.unit} | {arrow[metric.better]} | {metric.meaning} |"
-        for metric in METRICS
-    ]
-    return "\n".join(rows) + "\n"
+    return table(
+        ("name", "unit", "better", "what it is"),
+        ((f"`{m.name}`", m.unit, arrow[m.better], m.meaning) for m in METRICS),
+    )
 
 
 def sandbox_table() -> str:
-    kinds = json.loads((ROOT / "docs" / "proof" / "sandbox.json").read_text())["kinds"]
+    kinds = proved("sandbox")["kinds"]
     names = list(next(iter(kinds.values()))["endings"])
-    rows = [f"| program | {' | '.join(kinds)} |", "|---|" + "---|" * len(kinds)]
-    rows += [
-        f"| {name} | {' | '.join(kind['endings'][name] for kind in kinds.values())} |"
-        for name in names
-    ]
-    return "\n".join(rows) + "\n"
+    rows = ([name, *(kind["endings"][name] for kind in kinds.values())] for name in names)
+    return table(["program", *kinds], rows)
 
 
 def gpu_host_table() -> str:
-    models = json.loads((ROOT / "docs" / "proof" / "gpu_host.json").read_text())["models"]
-    head = (
+    heads = (
+        "model",
         "launches of a layer in a decode step, 1 row and 64 ragged ones",
         "waits and copies of a step",
         "launches of attention's backward",
         "registers, at most: sm_80, sm_90, sm_100",
         "spilled bytes",
     )
-    rows = [f"| model | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
-    for name, chips in models.items():
+    rows = []
+    for name, chips in proved("gpu_host")["models"].items():
         of = chips["sm_90"]
         step = of["decode"]["64 ragged rows"]
         kernels = [list(chip["kernels"].values()) for chip in chips.values()]
         registers = ", ".join(str(max(used["registers"] for used in each)) for each in kernels)
         spilled = max(used["spilled"] for each in kernels for used in each)
         launches = of["launches per layer"]
-        rows.append(
-            f"| {name} | {launches['1 row']:g}, {launches['64 ragged rows']:g} | "
+        waits = (
             f"{step['syncs']:g} wait, {step['copies to the GPU']:g} copy in, "
-            f"{step['copies to the host']:g} out | {of[BACKWARD]['launches']:g} | {registers} | "
-            f"{spilled} |"
+            f"{step['copies to the host']:g} out"
         )
-    return "\n".join(rows) + "\n"
+        layer = f"{launches['1 row']:g}, {launches['64 ragged rows']:g}"
+        rows.append((name, layer, waits, f"{of[BACKWARD]['launches']:g}", registers, spilled))
+    return table(heads, rows)
 
 
 BACKWARD = "attention's backward"
@@ -270,41 +283,37 @@ BACKWARD = "attention's backward"
 def columns_table() -> str:
     from lockstep.types import COLUMNS
 
-    rows = ["| column | dtype | where there is nothing to say |", "|---|---|---|"]
+    rows = []
     for name, spec in COLUMNS.items():
         dtype = f"{spec.dtype}, any number" if spec.is_ragged else spec.dtype
         dtype += f" [{', '.join(map(str, spec.trailing_shape))}]" if spec.trailing_shape else ""
-        fill = "none" if spec.fill is None else f"{spec.fill:g}"
-        rows.append(f"| `{name}` | {dtype} | {fill} |")
-    return "\n".join(rows) + "\n"
+        rows.append((f"`{name}`", dtype, "none" if spec.fill is None else f"{spec.fill:g}"))
+    return table(("column", "dtype", "where there is nothing to say"), rows)
 
 
 def fields_table(dialect: str) -> str:
     from lockstep.agent.gateway import fields
 
-    rows = ["| field | | how, why, or what instead |", "|---|---|---|"]
     order = ("honoured", "accepted", "ignored", "refused")
-    for name, spec in sorted(
-        getattr(fields, dialect.upper()).items(), key=lambda f: order.index(f[1].treatment)
-    ):
+    found = getattr(fields, dialect.upper()).items()
+    rows = []
+    for name, spec in sorted(found, key=lambda f: order.index(f[1].treatment)):
         neutral = ", ".join(f"`{json.dumps(value)}`" for value in spec.neutral)
         about = f"{spec.about} Harmless: {neutral}." if neutral else spec.about
-        rows.append(f"| `{name}` | {spec.treatment} | {about} |")
-    return "\n".join(rows) + "\n"
+        rows.append((f"`{name}`", spec.treatment, about))
+    return table(("field", "", "how, why, or what instead"), rows)
 
 
 def rooms_table() -> str:
     from test_layers import ROWS
 
-    rows = ["| row | rooms |", "|---|---|"]
-    rows += [f"| {at} | {' '.join(f'`{room}`' for room in row)} |" for at, row in enumerate(ROWS)]
-    return "\n".join(rows) + "\n"
+    rows = ((at, " ".join(f"`{room}`" for room in row)) for at, row in enumerate(ROWS))
+    return table(("row", "rooms"), rows)
 
 
 def figures_table() -> str:
     """What `make proof` measured of the quickstart; a token in place of what it has not."""
-    path = ROOT / "docs" / "proof" / "quickstart.json"
-    runs = json.loads(path.read_text())["figures"] if path.exists() else {}
+    runs = proved("quickstart", {"figures": {}})["figures"]
     models = ("tiny-gpt-oss", "tiny-qwen3")
 
     def of(model: str, *, is_kept: bool = True) -> list[dict]:
@@ -347,15 +356,12 @@ def figures_table() -> str:
         ),
         "`contract=none`: worst k3 of a step": figure("k3_worst", is_kept=False),
     }
-    lines = ["| seeds 0, 1, 2 | tiny-gpt-oss | tiny-qwen3 |", "|---|---|---|"]
-    lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
-    return "\n".join(lines) + "\n"
+    return table(("seeds 0, 1, 2", *models), ([name, *cells] for name, cells in rows.items()))
 
 
 def task_table(name: str) -> str:
     """What `python docs/proof/tasks.py` measured of a recipe, a column per seed."""
-    path = ROOT / "docs" / "proof" / "tasks.json"
-    recipes = json.loads(path.read_text())["recipes"] if path.exists() else {}
+    recipes = proved("tasks", {"recipes": {}})["recipes"]
     if name not in recipes:
         return f"[[{name}: run python docs/proof/tasks.py {name}]]\n"
     runs = recipes[name]["runs"] | recipes[name]["other_runs"]
@@ -385,9 +391,7 @@ def task_table(name: str) -> str:
     ]
     for figure in ("minutes", "cpu_minutes"):
         rows[figure.replace("_", " ")] = [f"{run[figure]:.1f}" for run in runs.values()]
-    lines = [f"| | {' | '.join(runs)} |", "|---|" + "---|" * len(runs)]
-    lines += [f"| {row} | {' | '.join(cells)} |" for row, cells in rows.items()]
-    return "\n".join(lines) + "\n"
+    return table(["", *runs], ([row, *cells] for row, cells in rows.items()))
 
 
 TASKS = {
@@ -407,17 +411,14 @@ def span(values: list[float], digits: int = 2) -> str:
 
 def tasks_table() -> str:
     """What `python docs/proof/tasks.py` measured of all recipes, in a line each."""
-    path = ROOT / "docs" / "proof" / "tasks.json"
-    recipes = json.loads(path.read_text())["recipes"] if path.exists() else {}
-    lines = [
-        "| command | learns | by | held out, before | after | greedy | rise | apart | minutes |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-
+    recipes = proved("tasks", {"recipes": {}})["recipes"]
+    heads = ("command", "learns", "by", "held out, before", "after", "greedy", "rise", "apart",
+             "minutes")  # fmt: skip
+    rows = []
     for name, (learns, model, page) in TASKS.items():
         cells = [f"`lockstep train {name}`", f"[{learns}]({page})", model]
         if name not in recipes:
-            lines.append(f"| {' | '.join([*cells, 'not measured yet', *[''] * 5])} |")
+            rows.append([*cells, "not measured yet", *[""] * 5])
             continue
         found = recipes[name]
         runs = list(found["runs"].values())
@@ -431,8 +432,8 @@ def tasks_table() -> str:
         greedy = [span([test[at]["mean"] for test in tests["greedy"]]) for at in (0, 1)]
         cells += [" -> ".join(greedy), f"{found['smallest_rise_of_a_seed']:+.2f} or more"]
         cells += ["yes" if found["intervals_apart"] else "no"]
-        lines.append(f"| {' | '.join([*cells, span([r['minutes'] for r in runs], 1)])} |")
-    return "\n".join(lines) + "\n"
+        rows.append([*cells, span([r["minutes"] for r in runs], 1)])
+    return table(heads, rows)
 
 
 STUDY_COLUMNS = {
@@ -584,14 +585,14 @@ def methods_table() -> str:
     from lockstep.recipes.methods import METHODS
 
     config = find_recipe("quickstart")
-    lines = ["| method | settings | source |", "|---|---|---|"]
+    rows = []
     for name, method in METHODS.items():
         settings = " ".join(
             f"`{path}={_written(value)}`"
             for path, value in flatten(method.settings(config)).items()
         ).replace(".type=", "=")
-        lines.append(f"| `{name}` | {settings} | {method.source} |")
-    return "\n".join(lines) + "\n"
+        rows.append((f"`{name}`", settings, method.source))
+    return table(("method", "settings", "source"), rows)
 
 
 def _written(value: Any) -> str:
@@ -603,8 +604,7 @@ def _written(value: Any) -> str:
 
 def study_table(name: str) -> str:
     """What `make studies` found: mean over the seeds, and in brackets the least and the largest."""
-    path = ROOT / "docs" / "proof" / "studies.json"
-    study = json.loads(path.read_text())["studies"].get(name)
+    study = proved("studies")["studies"].get(name)
     if study is None:
         return f"[[not run yet: python docs/proof/studies.py {name}]]\n"
 
@@ -627,32 +627,29 @@ def study_table(name: str) -> str:
     columns, conditions = STUDY_COLUMNS[name], study["conditions"]
     has_arms = any(len(arms) > 1 for arms in conditions.values())
     heads = ["condition", *(["arm"] if has_arms else []), *columns]
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    rows = []
     for condition, arms in conditions.items():
         for arm, found in arms.items():
             seeds = list(found["seeds"].values())
             names = [condition, arm] if has_arms else [condition]
             names[-1] = label(names[-1], len(seeds))
-            lines.append(f"| {' | '.join(names + [cell(seeds, c) for c in columns.values()])} |")
-    return "\n".join(lines) + "\n"
-
-
-CLAIMED = ROOT / "docs" / "proof" / "claims.json"
+            rows.append(names + [cell(seeds, figure) for figure in columns.values()])
+    return table(heads, rows)
 
 
 def claims_table(document: str) -> str:
     """What `make claims` found of one document."""
-    lines = ["| claim | theirs | ours | verdict | `docs/proof/` |", "|---|---|---|---|---|"]
-    for claim in json.loads(CLAIMED.read_text())["claims"]:
+    rows = []
+    for claim in proved("claims")["claims"]:
         if claim["document"] == document:
             command = f"`{claim['command']}`" if claim["command"] else ""
-            cells = [claim["claim"], claim["theirs"], claim["ours"], f"**{claim['verdict']}**"]
-            lines.append(f"| {' | '.join([*cells, command])} |".replace("|  |", "| |"))
-    return "\n".join(lines) + "\n"
+            verdict = f"**{claim['verdict']}**"
+            rows.append((claim["claim"], claim["theirs"], claim["ours"], verdict, command))
+    return without_gaps(table(("claim", "theirs", "ours", "verdict", "`docs/proof/`"), rows))
 
 
 def claims_count() -> str:
-    claims = json.loads(CLAIMED.read_text())["claims"]
+    claims = proved("claims")["claims"]
     verdicts = ("reproduces", "in part", "does not", "not tested")
     counts = [sum(claim["verdict"] == verdict for claim in claims) for verdict in verdicts]
     told = ", ".join(f"{n} **{v}**" for n, v in zip(counts, verdicts, strict=True))
@@ -661,16 +658,14 @@ def claims_count() -> str:
 
 def noise_rows() -> str:
     """What `python docs/proof/noise.py` found."""
-    rows = json.loads((ROOT / "docs" / "proof" / "noise.json").read_text())["rows"]
-    lines = [
-        "| engine | diff | var rollout | var train | of probabilities | abs diff of one pass |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, row in rows.items():
-        three = [f"{row[f]:.2g}" for f in ("diff", "var_rollout", "var_train")]
-        probs = ", ".join(f"{row[f'prob_{f}']:.2g}" for f in ("diff", "var_rollout", "var_train"))
-        lines.append(f"| {name} | {' | '.join(three)} | {probs} | {row['single_diff']:.2g} |")
-    return "\n".join(lines) + "\n"
+    heads = ("diff", "var rollout", "var train", "of probabilities", "abs diff of one pass")
+    figures = ("diff", "var_rollout", "var_train")
+    rows = []
+    for name, row in proved("noise")["rows"].items():
+        probs = ", ".join(f"{row[f'prob_{f}']:.2g}" for f in figures)
+        three = (f"{row[f]:.2g}" for f in figures)
+        rows.append((name, *three, probs, f"{row['single_diff']:.2g}"))
+    return table(("engine", *heads), rows)
 
 
 FALLBACKS = {
@@ -683,8 +678,8 @@ FALLBACKS = {
 
 def fallbacks_table() -> str:
     """What `python docs/proof/fallbacks.py` found: the largest mismatch of each group."""
-    rows = json.loads((ROOT / "docs" / "proof" / "fallbacks.json").read_text())["rows"]
-    lines = ["| | trained | k3 | a token | training |", "|---|---|---|---|---|"]
+    rows = proved("fallbacks")["rows"]
+    lines: list[tuple[Any, ...]] = []
     for group, about in FALLBACKS.items():
         ran = {k: r for k, r in rows.items() if r["group"] == group and "fails" not in r}
         figures = [
@@ -693,95 +688,81 @@ def fallbacks_table() -> str:
         ]
         ratios = [row["train_ratio"] for row in ran.values()]
         names = " ".join(f"`{kind}`" for kind in ran)
-        lines.append(
-            f"| {about}: {names} | {len(ran)} | {figures[0]:.1e} | {figures[1]:.1e} | "
-            f"{median(ratios):.1f} ({min(ratios):.1f} .. {max(ratios):.1f}) |"
-        )
-    lines += [
-        f"| `{kind}` | {row['fails']} | | | |" for kind, row in rows.items() if "fails" in row
-    ]
-    return "\n".join(lines) + "\n"
+        times = f"{median(ratios):.1f} ({min(ratios):.1f} .. {max(ratios):.1f})"
+        lines.append((f"{about}: {names}", len(ran), *(f"{x:.1e}" for x in figures), times))
+    lines += [(f"`{kind}`", row["fails"], "", "", "") for kind, row in rows.items()
+              if "fails" in row]  # fmt: skip
+    return without_gaps(table(("", "trained", "k3", "a token", "training"), lines))
 
 
 def investigation_rows() -> str:
     """What `python docs/proof/investigation.py` found."""
-    models = json.loads((ROOT / "docs" / "proof" / "investigation.json").read_text())["models"]
-    lines = ["| rung | k1 | k2 | re-rendered tokens that stay | k1 | k2 | that stay |",
-             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    models = proved("investigation")["models"]
+    rows = []
     for name in next(iter(models.values()))["rungs"]:
-        cells = [
-            f"{rung['k1']:.2g} | {rung['k2']:.2g} | {rung['match']:.1%}"
-            for rung in (model["rungs"][name] for model in models.values())
-        ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def pretrained() -> dict[str, Any]:
-    """What `python docs/proof/pretrained.py` measured."""
-    return json.loads((ROOT / "docs" / "proof" / "pretrained.json").read_text())
+        rungs = [model["rungs"][name] for model in models.values()]
+        figures = [(f"{r['k1']:.2g}", f"{r['k2']:.2g}", f"{r['match']:.1%}") for r in rungs]
+        rows.append([name, *(cell for cells in figures for cell in cells)])
+    heads = ("re-rendered tokens that stay", "k1", "k2", "that stay")
+    return table(("rung", "k1", "k2", *heads), rows)
 
 
 def pretrained_runs(part: str) -> str:
-    seeds = dict(sorted(pretrained()[part].items()))
+    seeds = dict(sorted(proved("pretrained")[part].items()))
 
-    def cells(of: Callable[[dict[str, Any]], object]) -> str:
-        return " | ".join(str(of(runs)) for runs in seeds.values())
+    def cells(name: str, of: Callable[[dict[str, Any]], object]) -> list[object]:
+        return [name, *map(of, seeds.values())]
 
-    def held_out(runs: dict[str, Any], name: str, at: int) -> str:
-        return "{} / {}".format(*list(runs[name]["held_out"].values())[at])
+    def held_out(name: str, run: str, at: int) -> list[object]:
+        return cells(name, lambda r: "{} / {}".format(*list(r[run]["held_out"].values())[at]))
+
+    def unequal(runs: dict[str, Any]) -> str:
+        return f"{runs['rl']['unequal_tokens']} of {runs['rl']['compared_tokens']:,}"
+
+    def minutes(runs: dict[str, Any]) -> str:
+        return f"{sum(run['minutes'] for run in runs.values() if 'minutes' in run):.0f}"
 
     steps = len(next(iter(seeds.values()))["rl"]["reward"])
-    lines = [
-        f"| held-out reward, sampled / greedy | {' | '.join(f'seed {seed}' for seed in seeds)} |",
-        "|---|" + "---|" * len(seeds),
-    ]
-    if part == "sums":
-        lines.append(f"| as published | {cells(lambda runs: held_out(runs, 'rl', 0))} |")
-    else:
-        lines.append(f"| as published | {cells(lambda runs: held_out(runs, 'base', 0))} |")
-        lines.append(
-            f"| after 8 steps on demonstrations | {cells(lambda r: held_out(r, 'rl', 0))} |"
-        )
-    unequal = cells(lambda r: f"{r['rl']['unequal_tokens']} of {r['rl']['compared_tokens']:,}")
-    minutes = cells(
-        lambda r: f"{sum(run['minutes'] for run in r.values() if 'minutes' in run):.0f}"
+    begun = [held_out("as published", "rl" if part == "sums" else "base", 0)]
+    if part != "sums":
+        begun.append(held_out("after 8 steps on demonstrations", "rl", 0))
+    return table(
+        ["held-out reward, sampled / greedy", *(f"seed {seed}" for seed in seeds)],
+        [
+            *begun,
+            held_out(f"after {steps} steps of RL", "rl", -1),
+            cells("sampled tokens whose two log-probs differ in a bit", unequal),
+            cells("minutes", minutes),
+        ],
     )
-    return "\n".join([
-        *lines,
-        f"| after {steps} steps of RL | {cells(lambda runs: held_out(runs, 'rl', -1))} |",
-        f"| sampled tokens whose two log-probs differ in a bit | {unequal} |",
-        f"| minutes | {minutes} |",
-    ]) + "\n"  # fmt: skip
+
+
+def gaps_table(head: str, gaps: dict[str, dict[str, float]]) -> str:
+    rows = ((name, f"{gap['k1']:.2g}", f"{gap['k2']:.2g}") for name, gap in gaps.items())
+    return table((head, "k1", "k2"), rows)
 
 
 def pretrained_rungs() -> str:
-    rungs = pretrained()["story"]["0"]["rungs"]
-    lines = ["| rung | k1 | k2 |", "|---|---|---|"]
-    lines += [f"| {name} | {rung['k1']:.2g} | {rung['k2']:.2g} |" for name, rung in rungs.items()]
-    return "\n".join(lines) + "\n"
+    return gaps_table("rung", proved("pretrained")["story"]["0"]["rungs"])
 
 
 def pretrained_faults() -> str:
-    lines = ["| `--fault` | k1 | k2 |", "|---|---|---|"]
-    for name, run in pretrained()["faults"]["0"].items():
-        if isinstance(run, dict) and "k1" in run:
-            lines.append(f"| `{name}` | {run['k1']:.2g} | {run['k2']:.2g} |")
-    return "\n".join(lines) + "\n"
+    runs = proved("pretrained")["faults"]["0"].items()
+    gaps = {f"`{name}`": run for name, run in runs if isinstance(run, dict) and "k1" in run}
+    return gaps_table("`--fault`", gaps)
 
 
 def pretrained_noise() -> str:
-    noise = pretrained()["story"]["0"]["noise"]
+    noise = proved("pretrained")["story"]["0"]["noise"]
     counts = list(next(iter(noise.values())))
-    heads = [f"mean of {count} | seconds" for count in counts]
-    lines = [f"| sampler | one log-prob | {' | '.join(heads)} | variance of a scoring |",
-             "|---|---|" + "---|---|" * len(counts) + "---|"]  # fmt: skip
+    heads = [head for count in counts for head in (f"mean of {count}", "seconds")]
+    rows = []
     for name, by_count in noise.items():
-        cells = [f"{by_count[n]['diff']:.1e} | {by_count[n]['seconds']:.0f}" for n in counts]
-        last = by_count[counts[-1]]
-        single, spread = f"{last['single_diff']:.1e}", f"{last['var_rollout']:.1e}"
-        lines.append(f"| {name} | {single} | {' | '.join(cells)} | {spread} |")
-    return "\n".join(lines) + "\n"
+        found = [by_count[count] for count in counts]
+        pairs = [(f"{one['diff']:.1e}", f"{one['seconds']:.0f}") for one in found]
+        single, spread = f"{found[-1]['single_diff']:.1e}", f"{found[-1]['var_rollout']:.1e}"
+        rows.append([name, single, *(cell for pair in pairs for cell in pair), spread])
+    return table(["sampler", "one log-prob", *heads, "variance of a scoring"], rows)
 
 
 def causes_table() -> str:
@@ -803,31 +784,28 @@ def causes_table() -> str:
         return f"`--fault {','.join([tag(kind), *words])}`"
 
     faults = {case.cause: injected(case.fault) for case in CASES[1::3]}  # the second strength
-    lines = ["| cause | what is wrong | what to do | inject it |", "|---|---|---|---|"]
+    rows = []
     for cause in CAUSES.values():
         name = f"`{cause.name}`"
         if cause.equivalents != cause.name:
             name += f" (class `{cause.equivalents}`)"
-        fault = faults.get(cause.name, "")
-        lines.append(f"| {name} | {cause.title} | {cause.remedy} | {fault} |")
-    return "\n".join(lines) + "\n"
+        rows.append((name, cause.title, cause.remedy, faults.get(cause.name, "")))
+    return table(("cause", "what is wrong", "what to do", "inject it"), rows)
 
 
 def doctor_formats_table() -> str:
     from lockstep.doctor.inputs.registry import FORMATS
 
-    rows = ["| `--format` | what it is |", "|---|---|"]
-    rows += [f"| `{kind.format}` | {_first_paragraph(kind)} |" for kind in FORMATS]
-    return "\n".join(rows) + "\n"
+    rows = ((f"`{kind.format}`", _first_paragraph(kind)) for kind in FORMATS)
+    return table(("`--format`", "what it is"), rows)
 
 
 def doctor_facts_table() -> str:
     from lockstep.config import field_docs
     from lockstep.doctor.inputs.base import Facts
 
-    rows = ["| fact | what it is |", "|---|---|"]
-    rows += [f"| `{name}` | {' '.join(doc.split())} |" for name, doc in field_docs(Facts).items()]
-    return "\n".join(rows) + "\n"
+    rows = ((f"`{name}`", " ".join(doc.split())) for name, doc in field_docs(Facts).items())
+    return table(("fact", "what it is"), rows)
 
 
 def _first_paragraph(kind: type) -> str:
@@ -845,19 +823,16 @@ SOAKED = {
 
 
 def soak_table() -> str:
-    path = DOCS / "proof" / "soak.json"
-    proof = json.loads(path.read_text()) if path.exists() else {"problems": {}, "figures": []}
+    proof = proved("soak", {"problems": {}, "figures": []})
     found: dict[str, list[bool]] = {kind: [] for kind in SOAKED}
     for name, problems in proof["problems"].items():
         kind = re.split(r"[.-]", name)[0]
         if kind not in SOAKED:
             kind = "hook" if name.isidentifier() and name.islower() else "fault"
         found[kind].append(bool(problems))
-    rows = [
-        f"| {SOAKED[kind]} | {len(each)} | {sum(each)} |" for kind, each in found.items() if each
-    ]
-    told = [f"| {figure} | | |" for figure in proof["figures"]]
-    return "\n".join(("| what | runs | with a problem |", "|---|---|---|", *rows, *told, ""))
+    rows = [(SOAKED[kind], len(each), sum(each)) for kind, each in found.items() if each]
+    told = [(figure, "", "") for figure in proof["figures"]]
+    return without_gaps(table(("what", "runs", "with a problem"), [*rows, *told]))
 
 
 TABLES = {
@@ -927,7 +902,7 @@ def test_generated_tables_are_up_to_date(page):
 
 
 def test_no_seed_of_a_study_is_left_out():
-    studies = json.loads((ROOT / "docs" / "proof" / "studies.json").read_text())["studies"]
+    studies = proved("studies")["studies"]
     assert set(studies) <= set(STUDY_COLUMNS)
     for study in studies.values():
         for arms in study["conditions"].values():
