@@ -436,146 +436,105 @@ def tasks_table() -> str:
     return table(heads, rows)
 
 
-STUDY_COLUMNS = {
-    "tokens": {
-        "k1, first step": "k1_first",
-        "k2, first step": "k2_first",
-        "k3, first step": "k3_first",
-        "k1, last 10": "k1_last_10",
-        "k2, last 10": "k2_last_10",
-        "ids that match, first step": "match_rate_first",
-        "last step": "match_rate_last",
-        "reward, last 10": "reward_last_10",
-        "held out, greedy": "held_out_greedy",
-    },
-    "corrections": {
-        "reward, last 10 steps": "reward_last_10",
-        "held out, greedy": "held_out_greedy",
-        "response length, last 10": "response_length_last_10",
-        "k3": "k3_mean",
-        "effective sample size": "ess",
-        "rejected share": "rejected_share",
-    },
-    "fork": {
-        "k3, first 10 steps": "k3_first_10",
-        "k3, last 10": "k3_last_10",
-        "rejected share": "rejected_share",
-        "reward, last 10": "reward_last_10",
-        "worst 10 steps": "reward_worst_10",
-        "held out, greedy": "held_out_greedy",
-    },
-    "moe": {
-        "reward, last 10 steps": "reward_last_10",
-        "held out, greedy": "held_out_greedy",
-        "response length, last 10": "response_length_last_10",
-        "k3": "k3_mean",
-        "k3 of the averaged behaviour": "averaged_k3_mean",
-        "effective sample size": "ess",
-    },
-    "averaging": {
-        "reward, last 10 steps": "reward_last_10",
-        "worst 10 steps": "reward_worst_10",
-        "held out, greedy": "held_out_greedy",
-        "k3 of what was recorded": "k3_mean",
-        "k3 of what stands for the sampler": "behaviour_k3_mean",
-        "last 10": "behaviour_k3_last_10",
-        "largest": "behaviour_k3_largest",
-        "clipped": "clip_fraction",
-        "replayed": "replayed_share",
-    },
-    "sinks": {
-        "reward, last 10 steps": "reward_last_10",
-        "worst 10 steps": "reward_worst_10",
-        "held out, greedy": "held_out_greedy",
-        "gradient norm": "grad_norm",
-        "largest": "grad_norm_largest",
-        "entropy, last 10": "entropy_last_10",
-        "k3, last 10": "k3_last_10",
-        "largest log-perplexity gap, last 10": "log_ppl_abs_diff_max_last_10",
-    },
-    "collapse": {
-        "share of runs that collapse": "collapses",
-        "at step": "collapse_step",
-        "reward, last 10 steps": "reward_last_10",
-        "held out, greedy": "held_out_greedy",
-        "k3 of what was recorded": "k3_mean",
-        "k3 of what stands for the sampler": "behaviour_k3_mean",
-        "gradient norm, largest": "grad_norm_largest",
-        "clipped": "clip_fraction",
-    },
-    **{
-        f"sinks-{task}": {
-            "share of runs that collapse": "collapses",
-            "at step": "collapse_step",
-            "reward, first 10 steps": "reward_first_10",
-            "last 10": "reward_last_10",
-            "held out, sampled": "held_out_sampled",
-            "gradient norm, largest": "grad_norm_largest",
-            "k3, last 10": "k3_last_10",
-        }
-        for task in ("math", "retool", "instructions")
-    },
-    "penalty": {
-        "share of runs that collapse": "collapses",
-        "at step": "collapse_step",
-        "reward, last 10 steps": "reward_last_10",
-        "k3, last 10": "k3_last_10",
-    },
-    "renderers": {
-        "reward, first 10 steps": "reward_first_10",
-        "last 10": "reward_last_10",
-        "held out, greedy": "held_out_greedy",
-        "k3": "k3_mean",
-    },
-    "methods": {
-        "reward, last 10 steps": "reward_last_10",
-        "held out": "held_out_sampled",
-        "tokens sampled": "tokens_sampled",
-        "tokens to 0.90 held out": "tokens_to_90",
-        "entropy, last 10": "entropy_last_10",
-        "share of runs that collapse": "collapses",
-    },
-    "credit": {
-        "reward, last 10 steps": "reward_last_10",
-        "held out": "held_out_sampled",
-        "tokens sampled": "tokens_sampled",
-        "tokens to 0.80 held out": "tokens_to_80",
-        "to 0.90": "tokens_to_90",
-        "turns with a peer": "compared_share",
-        "entropy, last 10": "entropy_last_10",
-    },
-    "distill": {
-        "held out": "held_out_sampled",
-        "tokens sampled": "tokens_sampled",
-        "tokens to 0.90 held out": "tokens_to_90",
-        "reward, last 10 steps": "reward_last_10",
-        "entropy, last 10": "entropy_last_10",
-    },
-    "growth": {
-        "reward, first 10 steps": "reward_first_10",
-        "last 10": "reward_last_10",
-        "tokens of an answer, first 10": "response_length_first_10",
-        "last 10 ": "response_length_last_10",
-        "k3, mean": "k3_mean",
-        "largest of a step": "k3_largest",
-    },
-    "thousand": {
-        "reward, first 10 steps": "reward_first_10",
-        "last 10": "reward_last_10",
-        "tokens of an answer, first 10": "response_length_first_10",
-        "last 10 ": "response_length_last_10",
-        "share of runs that collapse": "collapses",
-        "k3, largest of a step": "k3_largest",
-        "largest difference of a token": "max_abs_diff",
-    },
-    "late": {
-        "reward, first 10 steps": "reward_first_10",
-        "last 10": "reward_last_10",
-        "k3, first 10": "k3_first_10",
-        "last 10 ": "k3_last_10",
-        "largest of a step": "k3_largest",
-    },
+FIGURE_HEADS = {
+    "k1_first": "k1, first step",
+    "k2_first": "k2, first step",
+    "k3_first": "k3, first step",
+    "k1_last_10": "k1, last 10",
+    "k2_last_10": "k2, last 10",
+    "k3_mean": "k3",
+    "k3_first_10": "k3, first 10",
+    "k3_last_10": "k3, last 10",
+    "k3_largest": "k3, largest of a step",
+    "max_abs_diff": "largest difference of a token",
+    "match_rate_first": "ids that match, first step",
+    "match_rate_last": "last step",
+    "reward_first_10": "reward, first 10 steps",
+    "reward_last_10": "reward, last 10",
+    "reward_worst_10": "worst 10 steps",
+    "held_out_greedy": "held out, greedy",
+    "held_out_sampled": "held out, sampled",
+    "response_length_first_10": "tokens of an answer, first 10",
+    "response_length_last_10": "tokens of an answer, last 10",
+    "ess": "effective sample size",
+    "rejected_share": "rejected share",
+    "averaged_k3_mean": "k3 of the averaged behaviour",
+    "behaviour_k3_mean": "k3 of what stands for the sampler",
+    "behaviour_k3_last_10": "its last 10",
+    "behaviour_k3_largest": "its largest",
+    "clip_fraction": "clipped",
+    "replayed_share": "replayed",
+    "grad_norm": "gradient norm",
+    "grad_norm_largest": "gradient norm, largest",
+    "entropy_last_10": "entropy, last 10",
+    "log_ppl_abs_diff_max_last_10": "largest log-perplexity gap, last 10",
+    "collapses": "share of runs that collapse",
+    "collapse_step": "at step",
+    "tokens_sampled": "tokens sampled",
+    "tokens_to_80": "tokens to 0.80 held out",
+    "tokens_to_90": "tokens to 0.90 held out",
+    "compared_share": "turns with a peer",
 }
+"""Figure of a run -> head of its column."""
+STUDY_COLUMNS = {
+    "tokens": (
+        "k1_first", "k2_first", "k3_first", "k1_last_10", "k2_last_10", "match_rate_first",
+        "match_rate_last", "reward_last_10", "held_out_greedy",
+    ),
+    "corrections": (
+        "reward_last_10", "held_out_greedy", "response_length_last_10", "k3_mean", "ess",
+        "rejected_share",
+    ),
+    "fork": (
+        "k3_first_10", "k3_last_10", "rejected_share", "reward_last_10", "reward_worst_10",
+        "held_out_greedy",
+    ),
+    "moe": (
+        "reward_last_10", "held_out_greedy", "response_length_last_10", "k3_mean",
+        "averaged_k3_mean", "ess",
+    ),
+    "averaging": (
+        "reward_last_10", "reward_worst_10", "held_out_greedy", "k3_mean", "behaviour_k3_mean",
+        "behaviour_k3_last_10", "behaviour_k3_largest", "clip_fraction", "replayed_share",
+    ),
+    "sinks": (
+        "reward_last_10", "reward_worst_10", "held_out_greedy", "grad_norm", "grad_norm_largest",
+        "entropy_last_10", "k3_last_10", "log_ppl_abs_diff_max_last_10",
+    ),
+    "collapse": (
+        "collapses", "collapse_step", "reward_last_10", "held_out_greedy", "k3_mean",
+        "behaviour_k3_mean", "grad_norm_largest", "clip_fraction",
+    ),
+    **dict.fromkeys(
+        ("sinks-math", "sinks-retool", "sinks-instructions"),
+        (
+            "collapses", "collapse_step", "reward_first_10", "reward_last_10", "held_out_sampled",
+            "grad_norm_largest", "k3_last_10",
+        ),
+    ),
+    "penalty": ("collapses", "collapse_step", "reward_last_10", "k3_last_10"),
+    "renderers": ("reward_first_10", "reward_last_10", "held_out_greedy", "k3_mean"),
+    "methods": (
+        "reward_last_10", "held_out_sampled", "tokens_sampled", "tokens_to_90", "entropy_last_10",
+        "collapses",
+    ),
+    "credit": (
+        "reward_last_10", "held_out_sampled", "tokens_sampled", "tokens_to_80", "tokens_to_90",
+        "compared_share", "entropy_last_10",
+    ),
+    "distill": (
+        "held_out_sampled", "tokens_sampled", "tokens_to_90", "reward_last_10", "entropy_last_10",
+    ),
+    "growth": (
+        "reward_first_10", "reward_last_10", "response_length_first_10",
+        "response_length_last_10", "k3_mean", "k3_largest",
+    ),
+    "thousand": (
+        "reward_first_10", "reward_last_10", "response_length_first_10",
+        "response_length_last_10", "collapses", "k3_largest", "max_abs_diff",
+    ),
+    "late": ("reward_first_10", "reward_last_10", "k3_first_10", "k3_last_10", "k3_largest"),
+}  # fmt: skip
 
 
 def methods_table() -> str:
@@ -626,14 +585,14 @@ def study_table(name: str) -> str:
 
     columns, conditions = STUDY_COLUMNS[name], study["conditions"]
     has_arms = any(len(arms) > 1 for arms in conditions.values())
-    heads = ["condition", *(["arm"] if has_arms else []), *columns]
+    heads = ["condition", *(["arm"] if has_arms else []), *map(FIGURE_HEADS.get, columns)]
     rows = []
     for condition, arms in conditions.items():
         for arm, found in arms.items():
             seeds = list(found["seeds"].values())
             names = [condition, arm] if has_arms else [condition]
             names[-1] = label(names[-1], len(seeds))
-            rows.append(names + [cell(seeds, figure) for figure in columns.values()])
+            rows.append(names + [cell(seeds, figure) for figure in columns])
     return table(heads, rows)
 
 
