@@ -19,19 +19,20 @@ PACKAGE = ROOT / "src" / "lockstep"
 
 CEILINGS = {
     "nouns: types, errors, config": 1_842,
-    "tinker": 4_191,
-    "run": 5_231,
+    "tinker": 4_190,
+    "run": 5_230,
     "renderers": 3_333,
     "models and ops": 8_817,
     "engines, sync, launch": 8_997,
     "agent": 7_025,
-    "learn: training, correction, objectives": 5_162,
+    "learn: training, correction, objectives": 5_152,
     "doctor": 7_636,
+    "integrations": 0,
     "store, observe, report": 2_802,
     "environments and recipes": 4_128,
     "testing": 1_547,
-    "tests": 60_713,
-    "proofs and benchmarks": 13_994,
+    "tests": 60_494,
+    "proofs and benchmarks": 12_318,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling
 follows."""
@@ -47,6 +48,7 @@ ROOMS = {
     "agent": "agent",
     "learn: training, correction, objectives": "training correction objectives",
     "doctor": "doctor",
+    "integrations": "integrations",
     "store, observe, report": "store observe report",
     "environments and recipes": "envs recipes",
     "testing": "testing",
