@@ -60,22 +60,31 @@ def resolve(config: T, overrides: Sequence[str]) -> T:
     return from_settings(type(config), to_dict(config), overrides)
 
 
+class _Text(str):
+    """A value as the command line spells it. The type of its setting reads it."""
+
+
 def from_settings(cls: type[T], tree: Mapping[str, Any], overrides: Sequence[str]) -> T:
     """The dataclass `cls` from its JSON form and overrides as in `resolve`.
 
     It is checked once, with the overrides in it. So a file may be valid only with the settings of a
     command line.
     """
+    tree = merged(_defaults(cls), tree)
+    given: list[str] = []
     for override in overrides:
         key, equals, text = override.partition("=")
+        key = key.strip()
         if not (equals and key):
             raise ConfigError(f"{override!r} is not of the form key=value.{_joined(overrides)}")
-        try:
-            tree = _with_field(cls, tree, key.strip().split("."), text, key.strip())
-        except UnknownSettingError as error:
-            known = [*tree, *flatten(tree), *error.candidates, *_paths(cls)]
-            hinted = hint(key.strip(), text, known)
-            raise ConfigError(f"unknown setting {key.strip()!r}.{hinted}") from None
+        tree = merged(tree, nested({key: _Text(text)}))
+        known = flatten(tree)
+        if lost := [path for path in given if path.startswith(f"{key}.") and path not in known]:
+            raise ConfigError(
+                f"{lost[0]} is given before {override}, which begins with its own defaults. Give "
+                "it after that, or leave it out."
+            )
+        given.append(key)
     return from_dict(cls, tree)
 
 
@@ -118,17 +127,26 @@ def merged(tree: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     """`tree` with `changes` over it; another kind begins with its own defaults."""
     out = dict(tree)
     for key, value in changes.items():
-        old = cast(Any, out.get(key))
+        old = _opened(out.get(key)) if isinstance(value, Mapping) else out.get(key)
         if isinstance(old, Mapping):
             below = cast(Mapping[str, Any], old)
             kind = below.get("type")
-            if kind is not None and isinstance(value, str):
+            if kind is not None and isinstance(value, str) and value != "none":
                 value = {"type": value}
             new = cast(Mapping[str, Any], value)
             if isinstance(value, Mapping) and new.get("type", kind) == kind:
                 value = merged(below, new)
         out[key] = value
     return out
+
+
+def _opened(value: Any) -> Any:
+    """The mapping of a kind or preset that is given by its name alone, and of a JSON object on the
+    command line."""
+    if isinstance(value, _Text) and value.startswith("{"):
+        with contextlib.suppress(ValueError):
+            return json.loads(value)
+    return {"type": value} if isinstance(value, str) else value
 
 
 def file_form(config: Any, *, always: Sequence[str] = ()) -> str:
@@ -159,21 +177,33 @@ def from_dict(cls: type[T], tree: Mapping[str, Any], *, path: str = "") -> T:
     """The dataclass `cls` from its JSON form, with every key and type checked."""
     try:
         return _from_dict(cls, tree, path)
-    except UnknownSettingError as error:  # settings of other sections may be meant
-        candidates = [*error.candidates, *([] if path else _paths(cls))]
-        raise ConfigError(str(UnknownSettingError(candidates, error.where))) from None
+    except _UnknownSettingError as error:  # settings of other sections may be meant
+        error.known += [] if path else _paths(cls)
+        raise ConfigError(error.answer()) from None
+
+
+class _UnknownSettingError(Exception):
+    """No setting has the path `where`."""
+
+    def __init__(self, where: str, value: Any, known: list[str]) -> None:
+        self.where, self.value, self.known = where, value, known
+
+    def answer(self) -> str:
+        """The message, with the settings that may be meant: those beside it come first."""
+        (where, value), *_ = flatten({self.where: self.value}).items()
+        text = value if isinstance(value, _Text) else ""
+        return f"unknown setting {where!r}.{hint(where, text, self.known)}"
 
 
 def _from_dict(cls: type[T], tree: Mapping[str, Any], path: str) -> T:
     hints, fields = _hints(cls), _field_names(cls)
+    prefix = f"{path}." if path else ""
     values: dict[str, Any] = {}
     for key, value in tree.items():
-        if key == "type":
-            continue
-        where = f"{path}.{key}" if path else key
-        if key not in fields:
-            raise UnknownSettingError([f"{path}.{f}" if path else f for f in fields], where)
-        values[key] = _value(hints[key], value, where)
+        if key in fields:
+            values[key] = _value(hints[key], value, prefix + key)
+        elif key != "type":
+            raise _UnknownSettingError(prefix + key, value, [prefix + name for name in fields])
     missing = [
         f.name
         for f in dataclasses.fields(cast(Any, cls))
@@ -251,9 +281,7 @@ def read_tree(path: Path) -> dict[str, Any]:
             tree = _read_yaml(text)
         if not isinstance(tree, dict):
             raise ConfigError(f"expected settings by name, found {type(tree).__name__}.")
-        tree = nested(cast("dict[str, Any]", tree))
-        _check_levels(tree)
-        return tree
+        return nested(cast("dict[str, Any]", tree))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except RecursionError:
@@ -312,15 +340,6 @@ def _check_keys(keys: Iterable[Key]) -> None:
             name = ".".join(map(str, path))
             raise ConfigError(f"line {second}: {name} is given twice, first on line {first}.")
         lines[path] = line
-
-
-def _check_levels(tree: Any) -> None:
-    level: list[Any] = [tree]
-    for _ in range(MAX_LEVELS):
-        entries: list[Any] = [v.values() if isinstance(v, dict) else v for v in level]
-        level = [v for each in entries for v in each if isinstance(v, dict | list)]
-    if level:
-        raise RecursionError
 
 
 def read_json(path: Path, error: type[LockstepError]) -> dict[str, Any]:
@@ -452,15 +471,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(names)}."
 
 
-class UnknownSettingError(ConfigError):
-    """No setting has the path `where`. `candidates` lists the settings that it may have, the
-    nearest first."""
-
-    def __init__(self, candidates: list[str], where: str = "") -> None:
-        super().__init__(f"unknown setting {where!r}.{hint(where, '', candidates)}")
-        self.candidates, self.where = candidates, where
-
-
 # -- mechanism ----------------------------------------------------------------------------------
 
 
@@ -482,68 +492,16 @@ def _describe_value(
         yield path, kind, _show(value), doc
 
 
-def _with_field(
-    cls: type, tree: Mapping[str, Any], keys: Sequence[str], text: str, path: str
-) -> dict[str, Any]:
-    """The JSON form of a `cls` with `text` at the setting `keys` below it."""
-    key, rest = keys[0], keys[1:]
-    if key not in (fields := _field_names(cls)):
-        raise UnknownSettingError([f"{path.removesuffix('.'.join(keys))}{f}" for f in fields])
-    current = tree[key] if key in tree else _default_form(cls, key)
-    return {**tree, key: _with(_hints(cls)[key], current, rest, text, path)}
-
-
-def _default_form(cls: type, name: str) -> Any:
-    """The JSON form of a field's default; an empty object for a field without one."""
-    field = {f.name: f for f in dataclasses.fields(cast(Any, cls))}[name]
-    if field.default_factory is not dataclasses.MISSING:
-        return _plain(field.default_factory(), _hints(cls)[name])
-    return {} if field.default is dataclasses.MISSING else _plain(field.default, _hints(cls)[name])
-
-
-def _with(annotation: Any, current: Any, keys: Sequence[str], text: str, path: str) -> Any:
-    """The JSON value of `annotation` with `text` at `keys` below it, or in its place without keys.
-    current: the value so far, if any."""
-    kinds, presets = choices(annotation), _presets(annotation)
-    if isinstance(current, str) and keys:  # a file may name a kind or a preset alone
-        named = to_dict(presets[current]()) if current in presets else current
-        current = {"type": current} if kinds else named
-    nested = _dataclass_of(annotation, current)
-    below = cast(Mapping[str, Any], current if isinstance(current, Mapping) else {})
-    here = path.removesuffix("." + ".".join(keys))
-    if keys and (inner := _entry_of(annotation)) is not None:
-        others = {name: entry for name, entry in below.items() if name != keys[0]}
-        if keys[1:] == [] and text == "none" and inner is not str:
-            return others
-        return others | {keys[0]: _with(inner, below.get(keys[0]), keys[1:], text, path)}
-    if keys and nested is None:
-        raise ConfigError(f"{path}: {here} is a {_name(annotation)} and has no settings below.")
-    if keys and current is None and len(kinds) > 1:
-        raise ConfigError(
-            f"{path}: {here} is none. Choose a kind before its settings: "
-            f"{' | '.join(f'{here}={kind}' for kind in kinds)}."
-        )
-    if keys and nested is not None:
-        return _with_field(
-            nested, below or ({"type": tag(nested)} if kinds else {}), keys, text, path
-        )
-    if text == "none" and type(None) in _union(annotation):
-        return None
-    if (kinds or presets) and text not in (kinds or presets):
-        kind = "kind" if kinds else "preset"
-        meant = KINDS.get(f"{path}={text}")
-        near = f" Did you mean {meant!r}?" if meant else did_you_mean(text, kinds or presets)
-        raise ConfigError(f"{path}={text}: no such {kind}.{near}")
-    if kinds:
-        return below if below.get("type") == text else {"type": text}
-    if presets:
-        return to_dict(presets[text]())
-    if nested is not None:
-        raise ConfigError(
-            f"{path} has settings below it; give one of them: "
-            f"{', '.join(f'{path}.{f}' for f in _field_names(nested))}."
-        )
-    return _parse(annotation, text, path)
+def _defaults(cls: type) -> dict[str, Any]:
+    """The JSON form of the settings that have a default."""
+    out: dict[str, Any] = {}
+    for field in dataclasses.fields(cast(Any, cls)):
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if default is not dataclasses.MISSING:
+            out[field.name] = _plain(default, _hints(cls)[field.name])
+    return out
 
 
 _FOREIGN = (date, time, bytes, set)
@@ -555,8 +513,6 @@ def _parse(annotation: Any, text: str, path: str) -> Any:
     """The JSON value that `text` spells, by the field's type; the text itself if it spells none,
     which `_value` refuses."""
     lowered = text.lower()
-    if type(None) in _union(annotation) and lowered in ("none", "null"):
-        return None
     for member in _union(annotation):
         origin, inner = typing.get_origin(member) or member, typing.get_args(member)
         is_list = origin in (tuple, list)
@@ -568,11 +524,7 @@ def _parse(annotation: Any, text: str, path: str) -> Any:
         elif origin is typing.Literal:  # a choice may be a number, which its digits name
             return next((a for a in inner if str(a) == text), text)
         elif is_list and not (inner and dataclasses.is_dataclass(inner[0])):
-            parts = [p.strip() for p in text.strip("[]() ").split(",") if p.strip()]
-            # `_value` refuses another number of them.
-            is_pair = len(inner) == len(parts) and ... not in inner
-            kinds = inner if is_pair else (inner or (str,))[:1] * len(parts)
-            return [_parse(k, p, path) for k, p in zip(kinds, parts, strict=True)]
+            return [_Text(p.strip()) for p in text.strip("[]() ").split(",") if p.strip()]
         elif origin is Any:
             with contextlib.suppress(ValueError):
                 return json.loads(
@@ -588,22 +540,27 @@ def _parse(annotation: Any, text: str, path: str) -> Any:
 
 
 def _value(annotation: Any, value: Any, path: str) -> Any:
-    """A JSON value as the annotated type; ConfigError if it is another."""
-    members = _union(annotation)
-    if value is None and type(None) in members:
+    """A JSON value, or the text of an override, as the annotated type; ConfigError if it is
+    another."""
+    members, is_text = _union(annotation), isinstance(value, _Text)
+    if type(None) in members and (value is None or (is_text and _is_none(value))):
         return None
-    if isinstance(value, str) and str not in members:
-        presets = _presets(annotation)
-        if choices(annotation):
-            value = {"type": value}
-        elif value in presets:
-            return presets[value]()
+    if section := _section(annotation, value, path):
+        return cast(Any, _from_dict(*section, path))
+    if is_text:
+        value = _parse(annotation, str(value), path)
     if isinstance(cast(object, value), Mapping):
         tree = cast(Mapping[str, Any], value)
-        if (kind := _kind_of(annotation, tree, path)) is not None:
-            return cast(Any, _from_dict(kind, tree, path))
-        if (inner := _entry_of(annotation)) is not None:
-            return {k: _value(inner, v, f"{path}.{k}") for k, v in tree.items()}
+        if (inner := _entry_of(annotation)) is None:
+            raise ConfigError(
+                f"{path}.{next(iter(tree), '')}: {path} is a {_name(annotation)} and has no "
+                "settings below."
+            )
+        return {
+            name: _value(inner, entry, f"{path}.{name}")
+            for name, entry in tree.items()
+            if inner is str or not (isinstance(entry, _Text) and _is_none(entry))
+        }
     for member in members:
         origin, inner = typing.get_origin(member) or member, typing.get_args(member)
         if origin is Any and not isinstance(cast(object, value), _FOREIGN):
@@ -630,6 +587,10 @@ def _value(annotation: Any, value: Any, path: str) -> Any:
     )
 
 
+def _is_none(text: str) -> bool:
+    return text.lower() in ("none", "null")
+
+
 def _values(origin: type, inner: Sequence[Any], found: Sequence[Any], path: str) -> Iterable[Any]:
     """The entries of a list or tuple, each as its annotated type."""
     is_fixed = origin is tuple and inner and inner[-1] is not ...
@@ -640,22 +601,49 @@ def _values(origin: type, inner: Sequence[Any], found: Sequence[Any], path: str)
         yield _value(kind, value, f"{path}[{at}]")
 
 
-def _kind_of(annotation: Any, tree: Mapping[str, Any], path: str) -> type | None:
-    """The dataclass that this JSON object is of; None for an annotation without one."""
-    name = tree.get("type", "")
-    if kinds := choices(annotation):
-        if name not in kinds:
-            raise ConfigError(f"{path}.type={name}: no such kind.{did_you_mean(name, kinds)}")
-        return kinds[name]
-    nested = _dataclass_of(annotation, tree)
-    if nested is None or "type" not in tree:
-        return nested
-    if _field_names(nested):
-        raise ConfigError(f"unknown setting '{path}.type': {path} has one kind.")
+def _section(annotation: Any, value: Any, path: str) -> tuple[type, Mapping[str, Any]] | None:
+    """(dataclass, its settings) of a value that a dataclass holds; None for other annotations."""
+    found = [member for member in _union(annotation) if dataclasses.is_dataclass(member)]
+    if not found:
+        return None
+    cls, kinds, is_named = cast(type, found[0]), choices(annotation), isinstance(value, str)
+    value = {"type": value} if is_named else value
+    if not isinstance(value, Mapping):
+        raise _has_settings(cls, path)
+    tree = cast(Mapping[str, Any], value)
+    name, presets = tree.get("type"), _presets(annotation)
+    if kinds and name is None:
+        if len(kinds) > 1:
+            raise ConfigError(
+                f"{path}.{next(iter(tree), 'type')}: {path} has no kind. Choose one before its "
+                f"settings: {' | '.join(f'{path}={kind}' for kind in kinds)}."
+            )
+        return next(iter(kinds.values())), tree
+    if name is None:
+        return cls, tree
+    if kinds or presets:
+        if name in kinds:
+            return kinds[name], tree
+        if name in presets:
+            return cls, to_dict(presets[name]()) | tree
+        meant = KINDS.get(f"{path}={name}")
+        near = f" Did you mean {meant!r}?" if meant else did_you_mean(name, kinds or presets)
+        raise ConfigError(f"{path}={name}: no such {'kind' if kinds else 'preset'}.{near}")
+    if _field_names(cls):
+        raise (
+            _has_settings(cls, path)
+            if is_named
+            else ConfigError(f"unknown setting '{path}.type': {path} has one kind.")
+        )
     raise ConfigError(
-        f"{path}.type={name}: no kind of {nested.__name__} is known here. Import the module that "
+        f"{path}.type={name}: no kind of {cls.__name__} is known here. Import the module that "
         "has it (lockstep.recipes brings the built-in ones; --plugin)."
     )
+
+
+def _has_settings(cls: type, path: str) -> ConfigError:
+    below = ", ".join(f"{path}.{name}" for name in _field_names(cls))
+    return ConfigError(f"{path} has settings below it; give one of them: {below}.")
 
 
 def _plain(value: Any, annotation: Any = Any) -> Any:
@@ -693,7 +681,8 @@ def _show(value: Any) -> str:
 
 def _presets(annotation: Any) -> Mapping[str, Callable[[], Any]]:
     """Name -> maker of the values that have a name; a choice between kinds has none."""
-    return {} if choices(annotation) else getattr(_dataclass_of(annotation, None), "PRESETS", {})
+    found = [member for member in _union(annotation) if hasattr(member, "PRESETS")]
+    return {} if choices(annotation) or not found else found[0].PRESETS
 
 
 def _field_names(cls: type) -> list[str]:
@@ -720,19 +709,11 @@ def _joined(words: Sequence[str]) -> str:
     return f" Settings are written without spaces: {joined[1]}={joined[2]}." if joined else ""
 
 
-def _dataclass_of(annotation: Any, value: Any) -> type | None:
-    """The dataclass that a nested value of this annotation is of, by its tag if it is a choice."""
-    kinds = choices(annotation)
-    if kinds:
-        name = str(cast(Mapping[str, Any], value).get("type")) if isinstance(value, Mapping) else ""
-        return kinds.get(name, next(iter(kinds.values())))
-    found = [m for m in _union(annotation) if dataclasses.is_dataclass(m)]
-    return cast(type, found[0]) if found else None
-
-
 def _entry_of(annotation: Any) -> Any:
     """The annotation of a mapping's entries; None if it is no mapping."""
     for member in _union(annotation):
+        if member is Any:
+            return Any
         if (typing.get_origin(member) or member) in (dict, Mapping):
             arguments = typing.get_args(member)
             return arguments[1] if arguments else Any

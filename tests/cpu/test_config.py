@@ -98,6 +98,16 @@ def test_choosing_the_kind_that_stands_keeps_its_settings():
     assert run.engine == EmbeddedConfig(pages=3)
 
 
+def test_a_setting_that_a_later_kind_would_drop_is_refused():
+    with pytest.raises(ConfigError, match=r"engine\.pages is given before engine=remote"):
+        C.resolve(Run(), ["engine.pages=3", "engine=remote"])
+
+
+def test_a_mapping_on_the_command_line_takes_settings_below_it():
+    run = C.resolve(Run(), ['weights={"a": 2}', "weights.b=3", "weights.a=none"])
+    assert run.weights == {"b": 3.0}
+
+
 def test_the_file_form_reads_back_equal():
     run = C.resolve(Run(), ["engine=remote", "names=a", "task.hint=look", "bounds=0,1"])
     assert C.from_dict(Run, C.to_dict(run)) == run
@@ -133,7 +143,7 @@ def test_a_bad_file_names_the_path():
     tree["engine"]["pages"] = "many"
     with pytest.raises(ConfigError, match=r"engine\.pages.*'many'"):
         C.from_dict(Run, tree)
-    with pytest.raises(ConfigError, match=r"engine\.type="):
+    with pytest.raises(ConfigError, match=r"engine\.pages: .*engine=embedded"):
         C.from_dict(Run, {"engine": {"pages": 3}})
 
 
