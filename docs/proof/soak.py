@@ -458,6 +458,12 @@ def judges_url() -> str:
     return f"http://127.0.0.1:{server.server_port}"
 
 
+class _HastyJudge(JudgeScorer):
+    """Tries once more, after a tenth of a second."""
+
+    retries, retry_seconds = 1, 0.1
+
+
 class JudgedEnvironment(Environment):
     """Plays soundly, and is scored by a judge whose server misbehaves."""
 
@@ -466,12 +472,8 @@ class JudgedEnvironment(Environment):
         self.reset, self.step = sound.reset, sound.step
 
     async def score(self) -> Score:
-        judge = JudgeScorer(
-            url=f"{judges_url()}/{self.task.id}/v1",
-            model="judge",
-            timeout_seconds=1,
-            retries=1,
-            retry_seconds=0.1,
+        judge = _HastyJudge(
+            url=f"{judges_url()}/{self.task.id}/v1", model="judge", timeout_seconds=1
         )
         score, _ = await judge.score(self.task, self.sound.answer or "none", [])
         return score
@@ -771,7 +773,7 @@ SERVED: list[str] = []
 def of_server(out: Path) -> list[str]:
     """Serves a model to many clients, three times. Returns what grows from the second to the third,
     slow answers of /health, and sessions that were answered and not stored."""
-    words = ("tiny-qwen3", "max_turn_tokens=4", "gateway.read_seconds=5", f"--out={out}", "--json")
+    words = ("tiny-qwen3", "agent.max_turn_tokens=4", f"--out={out}", "--json")
     server = subprocess.Popen(lockstep("serve", *words), stdout=subprocess.PIPE)
     assert server.stdout is not None
     problems, sizes, total = [], [], 0

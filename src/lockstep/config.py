@@ -725,10 +725,12 @@ def _class(value: object) -> type:
 
 
 def _subclasses(cls: type) -> list[type]:
-    """All subclasses, except abstract bases: their names begin with an underscore."""
+    """All subclasses, except bases: they have an IS_BASE of their own, or a name that begins with
+    an underscore."""
     out: list[type] = []
     for sub in cls.__subclasses__():
-        out += [*([] if sub.__name__.startswith("_") else [sub]), *_subclasses(sub)]
+        is_base = sub.__name__.startswith("_") or "IS_BASE" in sub.__dict__
+        out += [*([] if is_base else [sub]), *_subclasses(sub)]
     return out
 
 

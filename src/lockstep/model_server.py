@@ -197,7 +197,6 @@ def _agents(
     config = served.config
     sessions = SessionRegistry(
         lambda task: _session(served, model_files, engine, task),
-        max_sessions=config.max_sessions,
         idle_seconds=config.idle_seconds,
         on_finished=lambda session: None if store is None else store.add(session),
     )
@@ -353,7 +352,7 @@ def _stop_on_sigint(note: Callable[[str], None]) -> asyncio.Event:
 class BackgroundServer:
     """`lockstep serve` in a thread of this process, for notebooks and tests, until `close`.
 
-    >>> server = BackgroundServer("tiny-qwen3", "max_turn_tokens=64")      # doctest: +SKIP
+    >>> server = BackgroundServer("tiny-qwen3", "agent.max_turn_tokens=64")      # doctest: +SKIP
     >>> client = OpenAI(base_url=f"{server.url}/v1", api_key="none")       # doctest: +SKIP
     """
 
@@ -408,22 +407,22 @@ def _session(
     from lockstep.agent.gateway.session import GatewaySession
     from lockstep.agent.turns import Budget, TurnSampler
 
-    config = served.config
+    config, drawn = served.config, served.config.agent
     id_ = secrets.token_hex(8)
     sampler = TurnSampler(
         engine,
         model_files.renderer,
         Trajectory(id=id_, task_id=task.id if task else ""),
         sampling=SamplingParams(
-            max_tokens=config.max_turn_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
+            max_tokens=drawn.max_turn_tokens,
+            temperature=drawn.temperature,
+            top_p=drawn.top_p,
+            top_k=drawn.top_k,
         ),
         budget=Budget(
             max_tokens=config.max_tokens,
             max_turns=sys.maxsize,  # the agent decides when it ends
-            max_turn_tokens=config.max_turn_tokens,
+            max_turn_tokens=drawn.max_turn_tokens,
             max_seconds=config.turn_seconds,
             continue_cut_turns=True,
         ),

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from lockstep.agent.config import AgentConfig, FrozenSeat, OwnSeat, SeatConfig
+from lockstep.agent.config import AgentConfig, FrozenSeat, OwnSeat, SamplingConfig, SeatConfig
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.task_config import DialogueConfig, TaskConfig
 from lockstep.config import check_numbers, require, tag
@@ -217,10 +217,6 @@ class Config(ModelChoice):
     """Groups that teach: which tasks a step draws, and which episodes it trains."""
     task: TaskConfig
     """The task that the agent is trained on."""
-    filter_overlong_prompts: bool = True
-    """Leave out tasks whose first prompt has no room for a reply in max_tokens, and say how many.
-    false: refuse to begin with such a task. Prompts that an environment makes are not known before
-    their episodes, which then fail."""
     seats: Mapping[str, SeatConfig] = field(default_factory=dict[str, SeatConfig])
     """seat -> who plays it, in a task of several: seats.second=frozen
     seats.second.model=RUN@STEP. Default: the policy in training plays all of them."""
@@ -498,27 +494,18 @@ class ServeConfig(ModelChoice):
     """Limits of Tinker's API, and what the server keeps."""
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     """Address of the server, and limits of one request."""
-    temperature: float = 1.0
-    """Temperature of requests that name none; 0 is greedy."""
-    top_p: float = 1.0
-    """Top-p of requests that name none; 1 is off."""
-    top_k: int = 0
-    """Top-k of requests that name none; 0 is off."""
-    max_turn_tokens: int = 1024
-    """Tokens that a reply may have, whatever a request asks for."""
+    agent: SamplingConfig = field(default_factory=SamplingConfig)
+    """How the replies to requests that name nothing else are drawn. No request gets more than
+    agent.max_turn_tokens."""
     turn_seconds: float = 600.0
     """Seconds until a reply is cut off; the tokens sampled so far are returned."""
     idle_seconds: float = 3600.0
     """A session without a request for this time has failed: its agent is gone. 0: no limit."""
-    max_sessions: int = 4096
-    """Sessions at the same time. Finished sessions can be read until their place is needed."""
 
     def __post_init__(self) -> None:
         ModelChoice.__post_init__(self)
         self.engine.check_budget(self.max_tokens)
-        check_numbers(self, "", "temperature", "top_k", "idle_seconds", least=0)
+        check_numbers(self, "", "idle_seconds", least=0)
         check_numbers(self, "", "turn_seconds")
-        check_numbers(self, "", "max_turn_tokens", "max_sessions", least=1)
-        require(self, "", top_p=(0 < self.top_p <= 1, "in (0, 1]; 1 is off"))
         is_known = bool(self.api) and set(self.api) <= set(APIS)
         require(self, "", api=(is_known, f"some of {', '.join(APIS)}"))

@@ -223,7 +223,7 @@ def test_an_exported_adapter_is_served_and_answers_with_the_bits_of_its_run(run,
     assert lockstep("export", f"{run}@2", "--hf", exported) == OK
     found = []
     for target in (f"{run}@2", str(exported)):
-        server = BackgroundServer(target, "max_turn_tokens=24", "seed=3", "max_tokens=512")
+        server = BackgroundServer(target, "agent.max_turn_tokens=24", "seed=3", "max_tokens=512")
         user = {"role": "user", "content": "Where was Bela born?"}
         body = {"model": "", "temperature": 0, "messages": [user]}
         request = urllib.request.Request(

@@ -40,7 +40,8 @@ def post(url: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
 
 def test_a_model_is_served_until_ctrl_c_and_what_agents_did_is_stored(tmp_path: Path):
     out = tmp_path / "served"
-    words = ["serve", "tiny-qwen3", "--json", "--out", str(out), "max_turn_tokens=16", "--key", KEY]
+    words = ["serve", "tiny-qwen3", "--json", "--out", str(out), "agent.max_turn_tokens=16",
+             "--key", KEY]  # fmt: skip
     server = subprocess.Popen(
         [sys.executable, "-m", "lockstep.cli", *words],
         stdout=subprocess.PIPE,
@@ -102,7 +103,7 @@ def test_sessions_that_the_disk_does_not_take_wait_and_are_tried_again(tmp_path:
 
 def test_a_session_whose_end_was_answered_outlives_the_server(tmp_path: Path):
     out = tmp_path / "served"
-    words = ["serve", "tiny-qwen3", "max_turn_tokens=8", "--out", str(out), "--json"]
+    words = ["serve", "tiny-qwen3", "agent.max_turn_tokens=8", "--out", str(out), "--json"]
     server = subprocess.Popen(
         [sys.executable, "-m", "lockstep.cli", *words], stdout=subprocess.PIPE, text=True
     )
@@ -131,7 +132,7 @@ def test_the_curl_command_of_the_docs_gets_a_reply():
     page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text("utf-8")
     command = re.search(r"^curl .*?\n```", page, re.S | re.M)
     assert command is not None
-    with BackgroundServer("tiny-qwen3", "max_turn_tokens=8") as server:
+    with BackgroundServer("tiny-qwen3", "agent.max_turn_tokens=8") as server:
         words = shlex.split(command[0].removesuffix("```").replace("\\\n", " "))
         words = [word.replace("http://127.0.0.1:8000", server.url) for word in words]
         done = subprocess.run([*words, "-s"], capture_output=True, check=True)
@@ -151,24 +152,28 @@ def test_a_run_is_served_with_its_checkpoint_and_its_sampling(tmp_path: Path):
         shutil.copytree(locate_model("tiny-qwen3"), policy)
         manifest = {"format_version": 1, "step": step, "metric": 1.0 / step, "files": {}}
         (policy.parent / "manifest.json").write_text(json.dumps(manifest))
-    best, fourth = find_served(str(run), ["top_p=0.5"]), find_served(f"{run}@4", [])
-    assert (best.version, best.config.top_p, best.config.temperature) == (2, 0.5, 0.7)
-    assert (fourth.version, fourth.config.max_turn_tokens, fourth.config.max_tokens) == (4, 33, 99)
+    best, fourth = find_served(str(run), ["agent.top_p=0.5"]), find_served(f"{run}@4", [])
+    assert (best.version, best.config.agent.top_p, best.config.agent.temperature) == (2, 0.5, 0.7)
+    assert (fourth.version, fourth.config.agent.max_turn_tokens, fourth.config.max_tokens) == (
+        4,
+        33,
+        99,
+    )
     assert fourth.weights == run / "checkpoints" / "step-000004" / "policy"
     with pytest.raises(LockstepError, match="3"):
         find_served(f"{run}@3", [])
 
 
 def test_settings_of_a_model():
-    config = find_served("tiny-qwen3", ["gateway.port=8000", "top_k=5"]).config
-    assert (config.max_tokens, config.gateway.port, config.top_k) == (1024, 8000, 5)
+    config = find_served("tiny-qwen3", ["gateway.port=8000", "agent.top_k=5"]).config
+    assert (config.max_tokens, config.gateway.port, config.agent.top_k) == (1024, 8000, 5)
     assert find_served("tiny-qwen3", ["max_tokens=99"]).config.max_tokens == 99
 
 
 def test_a_server_in_the_background_tells_what_was_wrong_and_closes_twice(monkeypatch: Any):
     with pytest.raises(ConfigError, match="LOCKSTEP_KEY"):
         BackgroundServer("tiny-qwen3", "gateway.host=0.0.0.0")
-    with BackgroundServer("tiny-qwen3", "max_turn_tokens=8") as server:
+    with BackgroundServer("tiny-qwen3", "agent.max_turn_tokens=8") as server:
         assert post(f"{server.url}/sessions")["model"] == "tiny-qwen3"
         server.close()
 
@@ -178,8 +183,8 @@ def test_a_server_in_the_background_tells_what_was_wrong_and_closes_twice(monkey
     [
         (["serve"], "which model?"),
         (["serve", "no-such-model"], "no-such-model"),
-        (["serve", "tiny-qwen3", "temperatur=1"], "Did you mean 'temperature=1'?"),
-        (["serve", "tiny-qwen3", "temperature=-1"], "temperature=-1"),
+        (["serve", "tiny-qwen3", "temperatur=1"], "Did you mean 'agent.temperature=1'?"),
+        (["serve", "tiny-qwen3", "agent.temperature=-1"], "temperature=-1"),
         (["serve", "tiny-qwen3", "fallback=true"], "engine=embedded runs the decoder"),
         (["serve", "tiny-qwen3", "--port", "99999"], "gateway.port=99999"),
         (["serve", "tiny-qwen3", "--host", "0.0.0.0"], "LOCKSTEP_KEY"),

@@ -38,7 +38,7 @@ def test_agents_and_programs_of_the_client_share_a_server(tmp_path: Path, monkey
     import tinker
 
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    settings = ("api=agents,tinker", "max_turn_tokens=8")
+    settings = ("api=agents,tinker", "agent.max_turn_tokens=8")
     turn = {"model": MODEL, "messages": [{"role": "user", "content": "Where was Bela born?"}]}
     with BackgroundServer(MODEL, *settings, key=KEY, out=tmp_path) as server:
         url, key = server.url, {"Authorization": f"Bearer {KEY}"}

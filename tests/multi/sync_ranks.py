@@ -22,7 +22,10 @@ from lockstep.sync.publisher import Publisher
 from lockstep.training.trainer import Trainer
 
 ENGINE = EmbeddedConfig(page_size=16, kv_cache_tokens=512, max_num_sequences=8, max_step_tokens=256)
-SETTINGS = {"num_probes": 2, "probe_tokens": 24}
+
+
+class _SmallProbe(SyncConfig):
+    num_probes, probe_tokens = 2, 24
 
 
 class Copying(EmbeddedEngine):
@@ -68,9 +71,7 @@ def on_rank(rank, directory):
             breaks_at="model.layers.1.self_attn.sinks" if rank == breaking_rank else "",
         )  # fmt: skip
         weights = Path(directory) / "weights" if rank == 0 else None
-        publisher = Publisher(
-            engine, trainer, whole, SyncConfig(**SETTINGS), place=weights, ranks=ranks
-        )
+        publisher = Publisher(engine, trainer, whole, _SmallProbe(), place=weights, ranks=ranks)
         before = digest(trainer.model)
         out[name] = row = {"error": "", "level": "", "is_same": None}
         try:

@@ -83,8 +83,8 @@ def test_an_engine_that_is_killed_comes_back_and_the_run_goes_on(tmp_path):
     path = tmp_path / "run"
     command = [
         sys.executable, "-m", "lockstep.cli", "train", "quickstart", *SMALL, "steps=500",
-        "evaluation.at_start=false", "engine.replicas=2", "engine.pool.retry_seconds=[0.1,0.1]",
-        "engine.pool.check_seconds=0.1", f"out={path}",
+        "evaluation.at_start=false", "engine.replicas=2", "engine.pool.frozen_seconds=6",
+        f"out={path}",
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:

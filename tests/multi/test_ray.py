@@ -69,7 +69,7 @@ def after(path, is_wanted, act):
     return thread
 
 
-EAGER = ("engine.pool.retry_seconds=[0.2,0.5]", "engine.pool.check_seconds=0.2")
+EAGER = ("engine.pool.frozen_seconds=6",)
 ENGINES, RANKS = "lockstep.engines.worker_engine:serve", "lockstep.launch.ray:run_rank"
 
 

@@ -37,7 +37,7 @@ class Answer(pydantic.BaseModel):
 )
 def server(request: pytest.FixtureRequest):
     model, *settings = request.param
-    found = BackgroundServer(model, "max_turn_tokens=150", *settings)
+    found = BackgroundServer(model, "agent.max_turn_tokens=150", *settings)
     yield model, found.url
     found.close()
 

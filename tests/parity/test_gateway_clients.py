@@ -23,6 +23,10 @@ RESPONSES_TOOLS: Any = [{"type": "function", "name": "weather", "parameters": SC
 MESSAGES_TOOLS: Any = [{"name": "weather", "description": "now", "input_schema": SCHEMA}]
 
 
+class _EagerGateway(GatewayConfig):
+    keep_alive_seconds = 0.05
+
+
 class Script:
     """Calls the tool, then answers; fails as often as it is told to."""
 
@@ -46,7 +50,7 @@ def script():
 
 @pytest.fixture(scope="module")
 def gateway(script: Script):
-    with Gateway(script, config=GatewayConfig(keep_alive_seconds=0.05)) as found:
+    with Gateway(script, config=_EagerGateway()) as found:
         yield found
 
 

@@ -14,19 +14,11 @@ MIN_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentConfig:
-    """Budgets of one episode, and how its tokens are drawn."""
+class _Sampling:
+    """How the tokens of a turn are drawn."""
 
-    max_turns: int = 8
-    """Turns that the model may take in one episode."""
     max_turn_tokens: int = 1024
     """Tokens that the model may sample in one turn; the stop token counts."""
-    max_seconds: float = 600.0
-    """Wall time of one episode. At its end, a reply is aborted and the episode is scored as it is.
-    A single call of the environment is cut off after the same time."""
-    continue_cut_turns: bool = False
-    """Go on after a turn that hit max_turn_tokens: the renderer closes the turn with observed ids.
-    Otherwise such a turn is the last one."""
     temperature: float = 1.0
     """Temperature of the draw; 0 is greedy. Log-probs are recorded under the distribution that was
     drawn from, top_k and top_p included."""
@@ -34,6 +26,41 @@ class AgentConfig:
     """Draw from the smallest set of tokens with this much probability; 1 is off."""
     top_k: int = 0
     """Draw from this many most probable tokens; 0 is off."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """True if tokens are drawn from a part of the vocabulary."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "agent.", "max_turn_tokens", least=1)
+        check_numbers(self, "agent.", "temperature", "top_k", least=0)
+        is_drawable = not self.temperature or self.temperature >= MIN_TEMPERATURE
+        require(
+            self,
+            "agent.",
+            top_p=(0 < self.top_p <= 1, "in (0, 1]; 1 is off"),
+            temperature=(is_drawable, f"0 or at least {MIN_TEMPERATURE:g}"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig(_Sampling):
+    """How the tokens of a reply are drawn, where a request names nothing else."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig(_Sampling):
+    """Budgets of one episode, and how its tokens are drawn."""
+
+    max_turns: int = 8
+    """Turns that the model may take in one episode."""
+    max_seconds: float = 600.0
+    """Wall time of one episode. At its end, a reply is aborted and the episode is scored as it is.
+    A single call of the environment is cut off after the same time."""
+    continue_cut_turns: bool = False
+    """Go on after a turn that hit max_turn_tokens: the renderer closes the turn with observed ids.
+    Otherwise such a turn is the last one."""
     record_support: bool = True
     """Record the ids that top_p or top_k kept for every token, so that the trainer renormalises
     over the same ids. Costs 4 bytes per id: at most 4 * top_k per token, and with top_p alone the
@@ -46,23 +73,12 @@ class AgentConfig:
     tool_output_chars: int = 8192
     """Characters of a tool's output that the model reads; the rest is cut, with a notice."""
 
-    @property
-    def is_truncated(self) -> bool:
-        """True if tokens are drawn from a part of the vocabulary."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
-
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_numbers(self, "agent.", "max_seconds", "tool_timeout_seconds")
-        check_numbers(self, "agent.", "max_turns", "max_turn_tokens", least=1)
-        check_numbers(self, "agent.", "temperature", "top_k", "max_in_flight", least=0)
+        check_numbers(self, "agent.", "max_turns", least=1)
+        check_numbers(self, "agent.", "max_in_flight", least=0)
         check_numbers(self, "agent.", "tool_output_chars", least=64)  # room for the notice
-        is_drawable = not self.temperature or self.temperature >= MIN_TEMPERATURE
-        require(
-            self,
-            "agent.",
-            top_p=(0 < self.top_p <= 1, "in (0, 1]; 1 is off"),
-            temperature=(is_drawable, f"0 or at least {MIN_TEMPERATURE:g}"),
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,16 +75,16 @@ class JudgeScorer(ScorerConfig):
     """Tokens that one grading may take."""
     timeout_seconds: float = 120.0
     """Seconds without a byte from the server until the grading has failed."""
-    retries: int = 4
+    retries: ClassVar[int] = 4
     """Retries of a grading that failed or cannot be read; then the episode fails."""
-    retry_seconds: float = 1.0
+    retry_seconds: ClassVar[float] = 1.0
     """Seconds before the first retry; each pause after it is twice as long, up to 30 s."""
     max_in_flight: int = 32
     """Gradings that run at the same time."""
 
     def __post_init__(self) -> None:
         check_numbers(self, "judge: ", "timeout_seconds")
-        check_numbers(self, "judge: ", "temperature", "retries", "retry_seconds", least=0)
+        check_numbers(self, "judge: ", "temperature", least=0)
         check_numbers(self, "judge: ", "samples", "max_tokens", "max_in_flight", least=1)
         low, high = self.grades
         require(

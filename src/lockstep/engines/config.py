@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Literal
 
@@ -29,38 +28,19 @@ class PoolConfig:
     update: Literal["together", "rolling"] = "together"
     """together: all replicas load new weights at once. rolling: one after the other, while the
     others keep sampling, so that for a moment two versions sample."""
-    spill_requests: int = 8
-    """The next turn of an episode goes to the replica with its prefix, unless that replica has this
-    many requests more than the least busy one."""
-    tries: int = 3
-    """Most attempts of a request, the first one included."""
-    check_seconds: float = 10.0
-    """Interval of the pings of each replica."""
     frozen_seconds: float = 120.0
     """A replica with requests counts as frozen after this silence and is taken out. After half of
-    the time it is asked for one token."""
+    the time it is asked for one token, and a twelfth lies between two pings. One that is out is
+    tried again after a twelfth, then after twice as long each time, up to half of it. Requests wait
+    as long as that half when all replicas are out."""
     reply_seconds: float = 600.0
     """A request without a token for this time counts as lost and is sent again, if its replica
     serves others."""
     load_seconds: float = 600.0
     """Limit for loading weights; a replica that takes longer is taken out."""
-    retry_seconds: tuple[float, float] = (1.0, 60.0)
-    """Wait before a replica that was taken out is tried again: starts at the first value and
-    doubles with every failure, up to the second."""
-    wait_seconds: float = 60.0
-    """Longest wait of requests for a replica to come back when all are out."""
 
     def __post_init__(self) -> None:
-        where, limits = "engine.pool.", ("check_seconds", "frozen_seconds", "reply_seconds")
-        check_numbers(self, where, "spill_requests", "tries", least=1)
-        check_numbers(self, where, *limits, "load_seconds")
-        check_numbers(self, where, "wait_seconds", least=0)
-        first, longest = self.retry_seconds
-        if not 0 < first <= longest < math.inf:
-            raise ConfigError(
-                f"engine.pool.retry_seconds={self.retry_seconds} must be two finite numbers above "
-                "0, the first not above the second."
-            )
+        check_numbers(self, "engine.pool.", "frozen_seconds", "reply_seconds", "load_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +197,8 @@ class EmbeddedConfig(EngineConfig):
 @dataclass(frozen=True, kw_only=True)
 class ServedConfig(EngineConfig):
     """Base of engines behind HTTP."""
+
+    IS_BASE: ClassVar[bool] = True
 
     urls: tuple[str, ...] = ()
     """Addresses of servers, as http://HOST:PORT, one for each replica."""

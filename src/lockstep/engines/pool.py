@@ -39,6 +39,12 @@ _OF_THE_REQUEST = (CapabilityError, LeaseError)
 _FAILURES = (EngineError, OSError, TimeoutError, EOFError)
 """Errors of a replica that are no defect of this program."""
 
+TRIES = 3
+"""Most attempts of a request, the first one included."""
+SPILL_REQUESTS = 8
+"""The next turn of an episode goes to the replica with its prefix, unless that replica has so many
+requests more than the least busy one."""
+
 _GONE = (EngineDownError, OSError, EOFError)
 """Failures that mean the replica is gone. After any other failure it is asked for one token."""
 
@@ -330,7 +336,7 @@ class Pool(LedgerEngine[_PoolEntry]):
         """Raises EngineError after the last attempt."""
         tries.replicas.add(replica)
         tries.failures.append(f"{replica.name}: {_text(error)}")
-        if len(tries.failures) >= self._config.tries:
+        if len(tries.failures) >= TRIES:
             raise EngineError(
                 f"{tries.where}: {len(tries.failures)} tries failed. {'; '.join(tries.failures)}"
             ) from error
@@ -415,7 +421,7 @@ class Pool(LedgerEngine[_PoolEntry]):
 
         at_least: the version that the request was sampled with so far.
         """
-        deadline = _now() + self._config.wait_seconds
+        deadline = _now() + self._config.frozen_seconds / 2
         while True:
             self._ledger.check_open()
             ready = [r for r in self._replicas if r.state == "ready"]
@@ -436,7 +442,7 @@ class Pool(LedgerEngine[_PoolEntry]):
         least = min(ready, key=lambda r: (len(r.streams), r.num_served))
         chosen, home = least, self._homes.get(affinity)
         if home is not None and home in ready:
-            if len(home.streams) - len(least.streams) < self._config.spill_requests:
+            if len(home.streams) - len(least.streams) < SPILL_REQUESTS:
                 chosen = home
             else:
                 self._ledger.stats["spilled_requests"] += 1
@@ -497,8 +503,8 @@ class Pool(LedgerEngine[_PoolEntry]):
         """Takes a replica out; the requests in it go elsewhere."""
         if self._ledger.is_closed:
             return
-        first, longest = self._config.retry_seconds
-        wait = min(longest, first * 2.0 ** min(replica.num_failures, 30))
+        patience = self._config.frozen_seconds
+        wait = min(patience / 2, patience / 12 * 2.0 ** min(replica.num_failures, 30))
         replica.num_failures += 1
         replica.retry_at = _now() + wait
         replica.last_words = reason
@@ -519,8 +525,7 @@ class Pool(LedgerEngine[_PoolEntry]):
         self._watcher = running(self._watcher, self._look_after)
 
     async def _look_after(self) -> None:
-        config = self._config
-        tick = min(config.check_seconds, config.frozen_seconds / 8, config.retry_seconds[0])
+        tick = self._config.frozen_seconds / 24
         checked_at = _now()
         while not self._ledger.is_closed:
             began = _now()
@@ -541,7 +546,7 @@ class Pool(LedgerEngine[_PoolEntry]):
                     replica.state == "out" and now >= replica.retry_at and self._can_revive(replica)
                 ):
                     self._start_revival(replica)
-            if now - checked_at >= config.check_seconds:
+            if now - checked_at >= self._config.frozen_seconds / 12:
                 checked_at = now
                 ready = [r for r in self._replicas if r.state == "ready"]
                 await asyncio.gather(*(self._ping(r) for r in ready))

@@ -18,8 +18,8 @@ from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score, first_messages
 from lockstep.agent.guard import checked_number, described, guarded, result_of
 from lockstep.agent.references import LIVE, find, is_reference
-from lockstep.agent.task_config import IN_PROCESS, Split, TaskConfig
-from lockstep.agent.tasks import ListSource, TaskSource, derive_seed
+from lockstep.agent.task_config import IN_PROCESS, Split
+from lockstep.agent.tasks import derive_seed
 from lockstep.agent.tools import (
     Tool,
     ToolEnvironment,
@@ -30,9 +30,9 @@ from lockstep.agent.tools import (
     tool,
 )
 from lockstep.children import Child
-from lockstep.config import check_numbers, require
+from lockstep.config import check_numbers
 from lockstep.dialogues import read_prompt
-from lockstep.envs.data_files import split_tasks
+from lockstep.envs.data_files import FileTasks, split_tasks
 from lockstep.errors import (
     ChildRefusal,
     ChildTimeoutError,
@@ -86,7 +86,7 @@ Reward = Callable[[Episode], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CustomConfig(TaskConfig):
+class CustomConfig(FileTasks):
     """Your tools, your reward, your tasks. Functions are named by where they are: mytools.py:search
     or package.module:search."""
 
@@ -108,10 +108,6 @@ class CustomConfig(TaskConfig):
     Without it, `messages`. A list that ends with an assistant's message is refused."""
     instructions: str = ""
     """Developer message before the question. Empty: none."""
-    eval_path: str = ""
-    """Tasks to evaluate on, as `path`. Empty: the test files of a folder, or else eval_share."""
-    eval_share: float = 0.1
-    """Share of the tasks that is held out, chosen by id; at least one."""
     workers: int = 0
     """Processes that run the tools and the reward, one call at a time each. A call that holds
     Python's lock, such as a regular expression that explodes, is ended there at its limit; they
@@ -119,10 +115,10 @@ class CustomConfig(TaskConfig):
     whole run, past its limit."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_numbers(self, "task.", "workers", least=0)
         if self.workers and (live := [r for r in (*self.tools, self.reward) if r.startswith(LIVE)]):
             raise ConfigError(f"task.workers: {live[0]} must be a function of a file.")
-        require(self, "task.", eval_share=(0 < self.eval_share < 1, "in (0, 1)"))
 
     def check(self) -> None:
         _ = self.functions
@@ -139,10 +135,6 @@ class CustomConfig(TaskConfig):
                 f"{', '.join(task.payload)}, and an answer may be empty."
             ) from error
 
-    def tasks(self, *, split: Split, seed: int) -> TaskSource:
-        """Training: reshuffled in each epoch. Evaluation: once, in order."""
-        return ListSource.of_split(self.splits[split], split=split, seed=seed, name=self.path)
-
     def first_tasks(self, *, split: Split, seed: int) -> list[Task]:
         """The longest task: if its prompt fits, all do."""
         everything = [*self.splits["train"], *self.splits["eval"]]
@@ -158,10 +150,6 @@ class CustomConfig(TaskConfig):
     @property
     def limits_notice(self) -> str:
         return "" if self.workers else f"{IN_PROCESS} (in processes: task.workers=N)"
-
-    def label(self, task: Task) -> str:
-        """The column `label` of the task."""
-        return str(task.payload.get("label", ""))
 
     def opening(self, task: Task) -> list[Message]:
         """The messages before the first reply. Raises DataError for a row that gives none."""
@@ -226,8 +214,8 @@ class CustomConfig(TaskConfig):
     def splits(self) -> dict[str, list[Task]]:
         if not self.path:
             raise ConfigError("task.path is empty: give the tasks, task.path=tasks.jsonl.")
-        rows = self._read(self.path, "train")
-        held_out = self._read(self.eval_path or self.path, "train" if self.eval_path else "eval")
+        rows = self._rows_of(self.path, "train")
+        held_out = self._rows_of(self.eval_path or self.path, "train" if self.eval_path else "eval")
         if needed := sorted({self.question, "id", "label"} & self.left_out.keys()):
             raise DataError(f"{self.left_out[needed[0]]} The column {needed[0]!r} is needed.")
         if not rows:
@@ -247,7 +235,7 @@ class CustomConfig(TaskConfig):
         """Columns that are no JSON in some row, and why. No task has them."""
         return {}
 
-    def _read(self, path: str, split: Split) -> list[tuple[str, dict[str, Any]]]:
+    def _rows_of(self, path: str, split: Split) -> list[tuple[str, dict[str, Any]]]:
         rows: list[tuple[str, dict[str, Any]]] = []
         for where, row in _rows(path, split):
             if len(rows) == MAX_TASKS:

@@ -24,39 +24,49 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileTasks(TaskConfig):
+class HeldOutTasks(TaskConfig):
+    """Base of task kinds that hold out a share of their tasks."""
+
+    IS_BASE: ClassVar[bool] = True
+    may_hold_out_all: ClassVar[bool] = False
+
+    eval_share: float = 0.1
+    """Share of the tasks that is held out where nothing else is given to evaluate on, chosen by
+    their ids or content."""
+
+    def __post_init__(self) -> None:
+        is_share = 0 < self.eval_share < 1 or (self.may_hold_out_all and self.eval_share == 1)
+        require(self, "", eval_share=(is_share, "in (0, 1)"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileTasks(HeldOutTasks):
     """Base of task kinds that read a file of tasks."""
 
+    IS_BASE: ClassVar[bool] = True
     is_generating: ClassVar[bool] = False
     """True if `_make` generates tasks where no path is given."""
-    may_hold_out_all: ClassVar[bool] = False
 
     path: str = ""
     """JSONL with a task per line: any object. Without an "id" the line number is its id."""
     eval_path: str = ""
     """File of the same form for evaluation. Empty: eval_share of `path` is held out."""
-    eval_share: float = 0.1
-    """Share of `path` that is held out, chosen by id."""
 
     def __post_init__(self) -> None:
-        is_share = 0 < self.eval_share < 1 or (self.may_hold_out_all and self.eval_share == 1)
-        require(
-            self,
-            "",
-            eval_share=(is_share, "in (0, 1)"),
-            eval_path=(bool(self.path) or not self.eval_path, "given with path"),
-        )
+        super().__post_init__()
+        is_given = bool(self.path) or not self.eval_path
+        require(self, "", eval_path=(is_given, "given with path"))
 
     def check(self) -> None:
         if self.path or not self.is_generating:
-            _ = self._tasks
+            _ = self.splits
 
     def tasks(self, *, split: Split, seed: int) -> TaskSource:
         """Training: the file's tasks, reshuffled in each epoch. Evaluation: once, in its order.
         Generated tasks: endless, one stream per split and seed."""
         if not self.path and self.is_generating:
             return GeneratedSource(self._make, seed=seed, split=split)
-        return ListSource.of_split(self._tasks[split], split=split, seed=seed, name=self.path)
+        return ListSource.of_split(self.splits[split], split=split, seed=seed, name=self.path)
 
     def label(self, task: Task) -> str:
         """The key `label` of the task's line."""
@@ -69,7 +79,7 @@ class FileTasks(TaskConfig):
         raise NotImplementedError
 
     @cached_property
-    def _tasks(self) -> dict[str, list[Task]]:
+    def splits(self) -> dict[str, list[Task]]:
         if not self.path:
             raise ConfigError("path is empty: give the tasks, task.path=FILE.jsonl.")
         tasks = self._read(self.path)

@@ -35,7 +35,7 @@ class _ScoredTasks(FileTasks):
 
     def check(self) -> None:
         self.scorer.check()
-        for task in [*self._tasks["train"], *self._tasks["eval"]]:
+        for task in [*self.splits["train"], *self.splits["eval"]]:
             self.scorer.check_task(task)
 
     async def close(self) -> None:

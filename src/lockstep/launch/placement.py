@@ -56,7 +56,7 @@ class RayPlacement(PlacementConfig):
     strategy: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
     """pack: the fewest machines possible; spread: the most. strict_...: exactly so, else an
     error."""
-    wait_seconds: float = 300.0
+    wait_seconds: ClassVar[float] = 300.0
     """Longest wait for room in the cluster."""
     env: tuple[str, ...] = ()
     """Names of environment variables that the processes get from this one, on top of those known
@@ -66,7 +66,7 @@ class RayPlacement(PlacementConfig):
         for name in ("trainer_gpus", "replica_gpus"):
             if getattr(self, name) not in (0, 1):
                 raise ConfigError(f"placement.{name}={getattr(self, name)} must be 0 or 1.")
-        check_numbers(self, "placement.", "trainer_cpus", "replica_cpus", "wait_seconds")
+        check_numbers(self, "placement.", "trainer_cpus", "replica_cpus")
 
     def is_elsewhere(self) -> bool:
         return "RANK" not in os.environ

@@ -184,7 +184,7 @@ def _check_tasks(config: Config, model_files: ModelFiles, *, is_training: bool) 
     if dropped:
         notes.append(
             f"{' and '.join(dropped)} are left out: their prompts have no room for a reply in "
-            f"max_tokens={config.max_tokens} (filter_overlong_prompts)"
+            f"max_tokens={config.max_tokens}"
         )
     firsts = config.task.first_tasks(split=splits[0], seed=config.seed)
     if not firsts:

@@ -31,26 +31,25 @@ class FirstPrompts:
         config = self._config
         source = config.task.tasks(split=split, seed=config.seed)
         is_known = type(config.task).opening is not TaskConfig.opening
-        is_filtered = config.filter_overlong_prompts and is_known
-        return FilteredSource(source, self.fits) if is_filtered else source
+        return FilteredSource(source, self.fits) if is_known else source
 
     def fits(self, task: Task) -> bool:
         return self._excess(task) == 0
 
     def left_out(self, split: Split) -> str:
         """How many of the listed tasks of a split are left out; empty if none is. Raises DataError
-        if all are, or filter_overlong_prompts is off."""
+        if all are."""
         config = self._config
         listed = config.task.tasks(split=split, seed=config.seed).listed()
         too_long = [task for task in listed if not self.fits(task)]
         if not too_long:
             return ""
         text = f"{len(too_long):,} of {len(listed):,} {split} tasks"
-        if len(too_long) == len(listed) or not config.filter_overlong_prompts:
+        if len(too_long) == len(listed):
             raise DataError(
                 f"the prompt of task {too_long[0].id} has {self._excess(too_long[0])} tokens and "
-                f"max_tokens={config.max_tokens}: no row fits, as in {text}. Raise max_tokens, or "
-                "leave such tasks out with filter_overlong_prompts=true."
+                f"max_tokens={config.max_tokens}: no row fits, as in {text}. Raise "
+                "max_tokens."
             )
         return text
 

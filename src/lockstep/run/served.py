@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.agent.config import SamplingConfig
 from lockstep.config import from_dict, overlaid, read_json
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import CheckpointError, ConfigError
@@ -85,8 +86,9 @@ def _of_run(
 ) -> Served:
     run, weights = trained_by(path, step)
     own = {one.name for one in fields(ServeConfig)} - {"parallel"}  # one process is enough to play
-    stored = run.config | (run.config.get("agent") or {})
-    kept = {name: value for name, value in stored.items() if name in own}
+    kept = {name: value for name, value in run.config.items() if name in own}
+    drawn = {one.name for one in fields(SamplingConfig)}
+    kept["agent"] = {key: value for key, value in kept.get("agent", {}).items() if key in drawn}
     return Served(
         config=overlaid(from_dict(ServeConfig, kept), tree, settings),
         weights=weights,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lockstep.config import check_numbers
 from lockstep.errors import ConfigError
@@ -34,11 +34,11 @@ class SyncConfig:
     verify_every: int = 1
     """Loads between two checks that the engine's log-probs follow the trainer's; 0 is never. A
     check costs a score and a forward of the probe."""
-    num_probes: int = 8
+    num_probes: ClassVar[int] = 8
     """Number of texts in the probe: random ids, the same in the whole run."""
-    probe_tokens: int = 64
+    probe_tokens: ClassVar[int] = 64
     """Ids per text."""
-    window: int = 8
+    window: ClassVar[int] = 8
     """Number of loads for comparing the changes of the engine's and the trainer's log-probs; more
     if the changes are too small to judge."""
     directory: str = ""
@@ -46,8 +46,8 @@ class SyncConfig:
     `weights` in the run's directory."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "sync.", "num_probes", "window", least=1)
-        check_numbers(self, "sync.", "probe_tokens", least=8)
+        check_numbers(self, "sync.", least=1)
+        check_numbers(self, "sync.", least=8)
         check_numbers(self, "sync.", "verify_every", least=0)
         if self.qualify == "on" and self.form == "shared":
             raise ConfigError(

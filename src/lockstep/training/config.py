@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lockstep.config import check_choices, check_numbers, require
 from lockstep.correction.config import Correction
@@ -94,7 +94,7 @@ class TrainerConfig(LearnerConfig):
 
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay of the gradient's first and second moment."""
-    eps: float = 1e-8
+    eps: ClassVar[float] = 1e-8
     """AdamW's addition to the denominator."""
     max_skipped_steps: int = 10
     """Steps in a row whose update is skipped, for a loss or gradient that is not finite, until the
@@ -133,7 +133,7 @@ class TrainerConfig(LearnerConfig):
 
     def __post_init__(self) -> None:
         self._check_learner("trainer")
-        check_numbers(self, "trainer.", "eps")
+        check_numbers(self, "trainer.")
         of_routers = ("expert_bias_rate", "router_aux_loss_coef")
         check_numbers(self, "trainer.", "measure_after_every", *of_routers, least=0)
         check_numbers(self, "trainer.", "max_tokens_per_microbatch", least=2)

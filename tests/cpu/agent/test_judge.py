@@ -64,10 +64,20 @@ DIALOGUE = (
 )
 
 
-def judge(server, **settings):
-    return JudgeScorer(
-        **{"url": server.api, "model": "judge-1", "retry_seconds": 0.0, "retries": 2} | settings
-    )
+class _Hasty(JudgeScorer):
+    retries, retry_seconds = 2, 0.0
+
+
+class _Stubborn(_Hasty):
+    retries = 3
+
+
+class _Once(_Hasty):
+    retries = 0
+
+
+def judge(server, *, kind=_Hasty, **settings):
+    return kind(**{"url": server.api, "model": "judge-1"} | settings)
 
 
 def score(scorer, answer="It is 4.", task=TASK):
@@ -92,7 +102,7 @@ def test_no_answer_is_0_without_asking():
 
 def test_failures_that_pass_are_tried_again():
     with JudgeServer(503, "no grade here", 429, '{"score": 10}') as server:
-        assert score(judge(server, retries=3)) == (1.0, {"judge/calls": 4, "judge/retries": 3})
+        assert score(judge(server, kind=_Stubborn)) == (1.0, {"judge/calls": 4, "judge/retries": 3})
 
 
 @pytest.mark.parametrize(
@@ -125,7 +135,7 @@ def test_what_the_server_will_say_again_is_not_asked_again():
 
 def test_a_failed_judge_fails_the_episode_and_not_the_run():
     with JudgeServer(500) as server:
-        config = QuestionsConfig(scorer=judge(server, retries=0))
+        config = QuestionsConfig(scorer=judge(server, kind=_Once))
         environment = config.environment(TASK, AgentConfig())
         asyncio.run(environment.reset())
         with pytest.raises(JudgeError):
@@ -213,7 +223,7 @@ def test_a_judge_that_cannot_be_asked_is_refused(settings, message):
     "settings",
     [
         {"grades": (1.0, 1.0)}, {"samples": 0}, {"samples": 3}, {"temperature": -1.0},
-        {"retries": -1}, {"timeout_seconds": 0.0}, {"max_in_flight": 0}, {"url": "h"},
+        {"timeout_seconds": 0.0}, {"max_in_flight": 0}, {"url": "h"},
     ],
     ids=str,
 )  # fmt: skip

@@ -14,7 +14,7 @@ from lockstep.engines.pool import Pool
 from lockstep.engines.registry import open_engine
 from lockstep.errors import ServerUnreachableError
 
-QUICK = PoolConfig(check_seconds=0.1, frozen_seconds=1.0, retry_seconds=(0.1, 0.2))
+QUICK = PoolConfig(frozen_seconds=1.0)
 
 
 class Failing(FakeSGLang):

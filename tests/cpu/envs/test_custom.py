@@ -279,7 +279,7 @@ def test_a_prompt_that_no_row_can_hold_is_refused():
     refused("has .* tokens and max_tokens=64", tasks=LONG, max_tokens=64, reward=lambda episode: 0)
 
 
-def test_prompts_without_room_for_a_reply_are_left_out_with_a_count_unless_a_setting_refuses():
+def test_prompts_without_room_for_a_reply_are_left_out_with_a_count():
     rows = [*(f"Say {n}." for n in range(18)), "long " * 200, "longer " * 10**6]
     config = config_of(tasks=rows, reward=lambda episode: 0, max_tokens=64, tools=())
     files = preflight(config)
@@ -291,8 +291,6 @@ def test_prompts_without_room_for_a_reply_are_left_out_with_a_count_unless_a_set
         assert drawn and all(len(task.payload["question"]) < 10 for task in drawn)
     state = prompts.tasks("train").state_dict()
     assert state == config.task.tasks(split="train", seed=config.seed).state_dict()
-    with pytest.raises(DataError, match="filter_overlong_prompts=true"):
-        preflight(resolve(config, ["filter_overlong_prompts=false"]))
     with pytest.raises(DataError, match=r"20 of 20|1[0-9] of 1[0-9] train tasks"):
         preflight(resolve(config, ["max_tokens=8"]))
 

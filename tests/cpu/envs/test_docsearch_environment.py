@@ -334,7 +334,6 @@ def test_the_settings_survive_a_file_and_have_a_tag():
         ({"max_calls": 0}, "max_calls=0"),
         ({"num_results": 0}, "num_results=0"),
         ({"chunk_chars": (500, 100)}, "chunk_chars="),
-        ({"chunk_overlap_chars": 600}, "chunk_overlap_chars=600"),
         ({"retrieval_weight": float("nan")}, "retrieval_weight=nan"),
     ],
 )

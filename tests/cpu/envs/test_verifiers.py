@@ -89,7 +89,6 @@ def guess():
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     config = VerifiersConfig(
         taskset="guess-taskset", settings={"num": 30}, runtime="subprocess", python=PYTHON,
-        start_seconds=300,
     )  # fmt: skip
     try:
         config.check()
@@ -206,12 +205,11 @@ def test_settings_are_given_on_the_command_line():
     [
         ({"eval_share": 0.0}, "eval_share"),
         ({"limit": -1}, "limit"),
-        ({"start_seconds": 0.0}, "start_seconds"),
         ({"settings": {"id": "x"}}, "task.taskset"),
         ({"harness": "null", "agent": {"harness": {}}}, "task.harness"),
         ({"agent": {"runtime": {"type": "docker"}}}, "task.runtime"),
     ],
-    ids=range(6),
+    ids=range(5),
 )
 def test_settings_that_make_no_sense_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):

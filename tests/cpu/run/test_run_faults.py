@@ -273,8 +273,7 @@ class Workers(RunHooks):
 
 
 APART = (
-    "engine.replicas=2", "engine.pool.check_seconds=0.2", "engine.pool.frozen_seconds=2",
-    "engine.pool.load_seconds=10", "engine.pool.retry_seconds=[0.1,0.5]",
+    "engine.replicas=2", "engine.pool.frozen_seconds=2", "engine.pool.load_seconds=10",
 )  # fmt: skip
 
 

@@ -103,9 +103,13 @@ def make_trainer(name="tiny-gpt-oss", *, dtype=torch.float32, lr=1e-3):
     return Trainer(load_checkpoint(path, dtype=dtype), TrainerConfig(lr=lr), like=path)
 
 
+class _Sync(SyncConfig):
+    window = 4
+
+
 def publisher_of(trainer, engine, **settings):
     warnings = []
-    out = Publisher(engine, trainer, trainer.model, SyncConfig(**settings), warn=warnings.append)
+    out = Publisher(engine, trainer, trainer.model, _Sync(**settings), warn=warnings.append)
     out.warnings = warnings
     return out
 

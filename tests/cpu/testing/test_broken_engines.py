@@ -58,8 +58,7 @@ QUICK = [
     "seed=3", f"steps={STEPS}", f"groups_per_step={GROUPS}", f"group_size={SAMPLES}",
     "evaluation.at_start=false", "evaluation.num_tasks=1", "evaluation.greedy=false",
     "trainer.warmup_updates=0", "contract=none", "engine=twin",
-    "engine.pool.check_seconds=0.1", "engine.pool.frozen_seconds=1.5",
-    "engine.pool.load_seconds=5", "engine.pool.retry_seconds=[0.05,0.2]",
+    "engine.pool.frozen_seconds=1.5", "engine.pool.load_seconds=5",
 ]  # fmt: skip
 
 
@@ -145,7 +144,7 @@ def test_one_replica_without_the_weights_is_found_by_the_verification(fault, tmp
 
 @pytest.mark.parametrize("num", [1, 2])
 def test_when_no_replica_is_left_the_run_stops_and_says_why(num, tmp_path):
-    config = resolve(find_recipe("quickstart"), [*QUICK, "engine.pool.wait_seconds=0"])
+    config = resolve(find_recipe("quickstart"), QUICK)
     if num == 1:
         config = replace(config, engine=LoneConfig())
     with (
@@ -159,7 +158,7 @@ def test_when_no_replica_is_left_the_run_stops_and_says_why(num, tmp_path):
 
 def test_settings_of_a_pool_that_is_none_are_refused():
     with pytest.raises(ConfigError, match=r"engine\.pool\.\*"):
-        resolve(find_recipe("quickstart"), ["engine.pool.tries=2"])
+        resolve(find_recipe("quickstart"), ["engine.pool.load_seconds=2"])
 
 
 def test_a_fault_of_a_replica_that_is_not_there_is_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from lockstep.config import check_key, check_numbers, require
 
@@ -25,16 +26,16 @@ class GatewayConfig:
     """
     max_body_bytes: int = 64 * 1024 * 1024
     """Size of one request; a larger one is answered with 413."""
-    read_seconds: float = 60.0
+    read_seconds: ClassVar[float] = 60.0
     """Seconds that a client may take to send its headers, and again to send the body; a connection
     without a request is closed after as long."""
-    max_connections: int = 1000
+    max_connections: ClassVar[int] = 1000
     """Connections at a time, within the limit on open files. A further connection replaces the
     oldest idle one."""
-    keep_alive_seconds: float = 10.0
+    keep_alive_seconds: ClassVar[float] = 10.0
     """Seconds until a stream whose turn is not complete sends a keep-alive, and between
     keep-alives."""
-    rotate_tokens: int = 1_000_000
+    rotate_tokens: ClassVar[int] = 1_000_000
     """Requests that name no session share one. It ends at this many tokens, and another begins."""
 
     log: str = ""
@@ -46,9 +47,7 @@ class GatewayConfig:
         check_key(key, host=self.host, where=f"gateway.host={self.host}")
 
     def __post_init__(self) -> None:
-        check_numbers(self, "gateway.", "read_seconds", "keep_alive_seconds")
         check_numbers(self, "gateway.", "max_body_bytes", least=1024)
-        check_numbers(self, "gateway.", "rotate_tokens", "max_connections", least=1)
         check_numbers(self, "gateway.", "port", least=0)
         require(
             self,

@@ -19,7 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from lockstep.agent.sandbox.base import (
     ENDINGS,
@@ -57,13 +57,13 @@ class _ProcessConfig(SandboxConfig):
 
     disk_mib: int = 16
     """MiB of files that a program may write to /tmp, which is in memory."""
-    max_sessions: int = 64
+    max_sessions: ClassVar[int] = 64
     """Processes that wait for the next program of their session. With more, the longest waiting
     process is ended, and its next program reads that its variables are gone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_numbers(self, "sandbox.", "disk_mib", "max_sessions", least=1)
+        check_numbers(self, "sandbox.", "disk_mib", least=1)
 
     @property
     def dialect(self) -> str:

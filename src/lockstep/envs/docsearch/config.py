@@ -10,22 +10,25 @@ from typing import Annotated, ClassVar
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score, first_messages
-from lockstep.agent.task_config import Split, TaskConfig
+from lockstep.agent.task_config import Split
 from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource
 from lockstep.agent.tools import Tool, ToolLimits, ToolRunner, tool
 from lockstep.config import check_numbers, require
-from lockstep.envs.data_files import split_tasks
+from lockstep.envs.data_files import HeldOutTasks, split_tasks
 from lockstep.envs.docsearch.folder import Library, Question, is_correct, read_documents
 from lockstep.envs.docsearch.worlds import NO_RESULTS, World, world_of
 from lockstep.types import Message, Task
 
 TOOL_NAME = "get_document_chunks"
 INVALID_CALL = "error: invalid call"
+OVERLAP_CHARS = 80
+"""Characters that a chunk repeats from the end of the one before, in whole words; at most a quarter
+of the largest chunk."""
 """Result of a call that could not be run, in a generated world."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DocSearchConfig(TaskConfig):
+class DocSearchConfig(HeldOutTasks):
     """Find the passages that answer a question with get_document_chunks(keywords), then answer.
 
     reward = retrieval_weight * retrieval + correctness_weight * correctness
@@ -42,8 +45,6 @@ class DocSearchConfig(TaskConfig):
     "quote"}]}. Required with docs."""
     eval_questions: str = ""
     """JSONL of the same form for evaluation. Empty: eval_share of `questions` is held out."""
-    eval_share: float = 0.1
-    """Share of `questions` that is held out, chosen by id."""
     instructions: str = "Search, then answer."
     """Developer message. Empty: none."""
     two_hop_share: float = 0.5
@@ -55,8 +56,6 @@ class DocSearchConfig(TaskConfig):
     chunk_chars: tuple[int, int] = (200, 600)
     """(smallest, largest) chunk of a document, in characters. Paragraphs are joined up to the
     largest; a heading starts a new chunk once the smallest is reached."""
-    chunk_overlap_chars: int = 80
-    """Characters that a chunk repeats from the end of the one before, in whole words."""
     accept_contained: bool = False
     """Accept an answer that contains an accepted one as whole words."""
     retrieval_weight: float = 0.3
@@ -70,6 +69,7 @@ class DocSearchConfig(TaskConfig):
     gold passages that its call was the first to return."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         smallest, largest = self.chunk_chars
         weights = ("retrieval_weight", "correctness_weight", "format_penalty_weight")
         check_numbers(self, "docsearch: ", *weights, least=0)
@@ -79,10 +79,8 @@ class DocSearchConfig(TaskConfig):
             "docsearch: ",
             docs=(bool(self.docs) == bool(self.questions), "given with questions, or neither"),
             eval_questions=(bool(self.docs) or not self.eval_questions, "given with docs"),
-            eval_share=(0 < self.eval_share < 1, "in (0, 1)"),
             two_hop_share=(0 <= self.two_hop_share <= 1, "in [0, 1]"),
             chunk_chars=(0 < smallest <= largest >= 32, "0 < smallest <= largest >= 32"),
-            chunk_overlap_chars=(0 <= self.chunk_overlap_chars < largest, f"below {largest}"),
         )
 
     def check(self) -> None:
@@ -129,7 +127,7 @@ class DocSearchConfig(TaskConfig):
         return Library(
             read_documents(self.docs),
             chunk_chars=self.chunk_chars,
-            overlap_chars=self.chunk_overlap_chars,
+            overlap_chars=min(OVERLAP_CHARS, self.chunk_chars[1] // 4),
         )
 
     @cached_property

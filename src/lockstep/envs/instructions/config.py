@@ -39,10 +39,6 @@ class InstructionsConfig(FileTasks):
     path: str = ""
     """IFEval or Multi-IF as published: a .jsonl, .csv or .parquet file, or google/IFEval or
     facebook/Multi-IF of the Hugging Face hub. Empty: endless generated prompts."""
-    eval_path: str = ""
-    """Data set to evaluate on, as `path`. Empty: eval_share of `path` is held out."""
-    eval_share: float = 0.1
-    """Share of `path` that is held out, chosen by key. 1: all of it, for evaluation alone."""
     world: WorldName = "full"
     """World of generated prompts. full: for a model that understands English. small: nine kinds and
     28 words, for a tiny model."""

@@ -13,12 +13,12 @@ from lockstep.agent.environment import Environment, Observation, Score, first_me
 from lockstep.agent.sandbox.base import Sandbox, SandboxConfig
 from lockstep.agent.sandbox.monty import MontyConfig
 from lockstep.agent.sandbox.tool import python_tool
-from lockstep.agent.task_config import Split, TaskConfig
+from lockstep.agent.task_config import Split
 from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource
 from lockstep.agent.tools import ToolEnvironment, ToolLimits
 from lockstep.children import Child
 from lockstep.config import check_numbers, require
-from lockstep.envs.data_files import split_tasks
+from lockstep.envs.data_files import HeldOutTasks, split_tasks
 from lockstep.envs.math.grading import Form, grade_reply, math_verify_child
 from lockstep.envs.math.problem_sets import PUBLIC, Problem, read_problems
 from lockstep.envs.math.problems import Kind, make_problem
@@ -43,7 +43,7 @@ FAILED = "error"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MathConfig(TaskConfig):
+class MathConfig(HeldOutTasks):
     """A problem and one reply, whose final answer is graded.
 
     reward = correctness_weight * correctness + format_weight * format
@@ -65,7 +65,6 @@ class MathConfig(TaskConfig):
     """Data set to evaluate on, as `path`. Of a folder the test files are taken, or the training
     files if it has no test files."""
     eval_share: float = 0.02
-    """Share of the problems that is held out if there is no test split, chosen by their text."""
     bad_rows: Literal["error", "drop"] = "error"
     """error: refuse data with a question whose answer cannot be graded, that has two different
     answers, or that is in both splits. drop: leave such questions out."""
@@ -83,13 +82,13 @@ class MathConfig(TaskConfig):
     """Weight of an answer in the right form (0 or 1)."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         is_generated = self.source in _GENERATED, self._source_of("eval") in _GENERATED
         expected = "empty: the problems are generated. Use a source of gsm8k, dapo, aime or file"
         check_numbers(self, f"{self.TAG}: ", "correctness_weight", "format_weight", least=0)
         require(
             self,
             f"{self.TAG}: ",
-            eval_share=(0 < self.eval_share < 1, "in (0, 1)"),
             path=(not self.path or not is_generated[0], expected),
             eval_path=(not self.eval_path or not is_generated[1], expected),
         )

@@ -62,7 +62,7 @@ class AgentProgramConfig(_AgentTasks):
         super().check()
         if self.scorer is not None:
             self.scorer.check()
-            for task in [*self._tasks["train"], *self._tasks["eval"]] if self.path else ():
+            for task in [*self.splits["train"], *self.splits["eval"]] if self.path else ():
                 self.scorer.check_task(task)
 
     def environment(self, task: Task, agent: AgentConfig) -> Harness:

@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Literal
 from lockstep import errors
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score, first_messages
-from lockstep.agent.task_config import Split, TaskConfig
+from lockstep.agent.task_config import Split
 from lockstep.agent.tasks import GeneratedSource, TaskSource
 from lockstep.children import Child
-from lockstep.config import check_numbers, require
+from lockstep.envs.data_files import HeldOutTasks
 from lockstep.errors import (
     ChildError,
     ChildRefusal,
@@ -40,7 +40,7 @@ INSTRUCTIONS: dict[AnswerRule, str] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReasoningGymConfig(TaskConfig):
+class ReasoningGymConfig(HeldOutTasks):
     """A dataset of reasoning-gym: endless generated tasks, scored 0 to 1 by its own verifier.
 
     Needs the extra `reasoning-gym`.
@@ -59,15 +59,8 @@ class ReasoningGymConfig(TaskConfig):
     empty, or the whole reply."""
     instructions: str | None = None
     """Developer message. none: a message that states the `answer` rule. Empty: no message."""
-    eval_share: float = 0.1
-    """Share of all questions that is held out, chosen by their text: no question is in both
-    splits."""
-    verifier_seconds: float = 10.0
+    verifier_seconds: ClassVar[float] = 10.0
     """Seconds to score one answer. A slower one scores 0 and is counted."""
-
-    def __post_init__(self) -> None:
-        require(self, "", eval_share=(0 < self.eval_share < 1, "in (0, 1)"))
-        check_numbers(self, "", "verifier_seconds")
 
     def check(self) -> None:
         self.ask("check", seconds=DRAW_SECONDS)

@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Score
 from lockstep.agent.harness import Endpoint, Harness
-from lockstep.agent.task_config import Split, TaskConfig
+from lockstep.agent.task_config import Split
 from lockstep.agent.tasks import ListSource, TaskSource
 from lockstep.children import Child
-from lockstep.config import check_numbers, require
-from lockstep.envs.data_files import split_tasks
+from lockstep.config import check_numbers
+from lockstep.envs.data_files import HeldOutTasks, split_tasks
 from lockstep.errors import ChildError, ChildRefusal, ConfigError, ToolServerError
 from lockstep.types import Task
 
@@ -27,7 +27,7 @@ STOP_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifiersConfig(TaskConfig):
+class VerifiersConfig(HeldOutTasks):
     """An environment of verifiers 0.4: its taskset, agent and rewards. The agent calls its model
     through the gateway, and the gateway's sessions are trained.
 
@@ -53,17 +53,14 @@ class VerifiersConfig(TaskConfig):
     """Allow an agent's program to run the model's code on this machine (runtime=subprocess)."""
     limit: int = 0
     """Number of tasks to take. 0: all. Required for an endless taskset."""
-    eval_share: float = 0.1
-    """Share of the tasks that is held out, chosen by their content."""
     python: str = ""
     """Python that has verifiers installed. Empty: Lockstep's own Python."""
-    start_seconds: float = 600.0
+    start_seconds: ClassVar[float] = 600.0
     """Seconds to load the taskset, which may download a dataset."""
 
     def __post_init__(self) -> None:
-        require(self, "", eval_share=(0 < self.eval_share < 1, "in (0, 1)"))
+        super().__post_init__()
         check_numbers(self, "", "limit", least=0)
-        check_numbers(self, "", "start_seconds")
         for name, own, is_twice in (
             ("settings.id", "taskset", "id" in self.settings),
             ("agent.harness", "harness", self.harness and "harness" in self.agent),

@@ -26,6 +26,18 @@ BODY: dict[str, Any] = {"model": MODEL, "messages": [USER]}
 CHAT = "/v1/chat/completions"
 
 
+class _Quick(GatewayConfig):
+    keep_alive_seconds, read_seconds = 0.05, 0.5
+
+
+class _Rotating(GatewayConfig):
+    rotate_tokens = 200
+
+
+class _FewConnections(GatewayConfig):
+    max_connections = 20
+
+
 def script(prompt: str) -> Message:
     if "engine down" in prompt:
         raise EngineDownError("connection refused")
@@ -36,7 +48,7 @@ def script(prompt: str) -> Message:
 
 @pytest.fixture(scope="module")
 def gateway():
-    config = GatewayConfig(max_body_bytes=100_000, keep_alive_seconds=0.05, read_seconds=0.5)
+    config = _Quick(max_body_bytes=100_000)
     with Gateway(script, config=config) as found:
         yield found
 
@@ -80,7 +92,7 @@ def test_a_session_is_found_by_its_address_by_its_key_and_by_a_header(gateway: G
 
 
 def test_requests_that_name_no_session_share_one_until_it_is_full():
-    with Gateway(script, config=GatewayConfig(rotate_tokens=200)) as gateway:
+    with Gateway(script, config=_Rotating()) as gateway:
         found = [
             gateway.ask_raw("POST", CHAT, asking(f"{at} {'x' * 30}"))[2]["x-lockstep-session"]
             for at in range(20)
@@ -502,7 +514,7 @@ def test_refusals_keep_what_programs_read():
 
 
 def test_idle_connections_do_not_lock_anybody_out(caplog: Any):
-    with Gateway(script, config=GatewayConfig(max_connections=20)) as gateway, ExitStack() as idle:
+    with Gateway(script, config=_FewConnections()) as gateway, ExitStack() as idle:
         host, port = gateway.url.removeprefix("http://").split(":")
         held = [
             idle.enter_context(socket.create_connection((host, int(port)), timeout=10))
