@@ -18,21 +18,21 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "lockstep"
 
 CEILINGS = {
-    "nouns: types, errors, config": 1_842,
+    "nouns: types, errors, config": 1_824,
     "tinker": 4_190,
-    "run": 5_230,
+    "run": 5_223,
     "renderers": 3_333,
     "models and ops": 8_817,
-    "engines, sync, launch": 8_997,
-    "agent": 7_025,
+    "engines, sync, launch": 8_984,
+    "agent": 7_027,
     "learn: training, correction, objectives": 5_152,
     "doctor": 7_636,
     "integrations": 0,
     "store, observe, report": 2_802,
-    "environments and recipes": 4_128,
+    "environments and recipes": 4_115,
     "testing": 1_547,
-    "tests": 60_494,
-    "proofs and benchmarks": 12_318,
+    "tests": 60_506,
+    "proofs and benchmarks": 12_316,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling
 follows."""
