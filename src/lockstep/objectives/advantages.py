@@ -117,7 +117,9 @@ def _(config: ReinforcePlusPlus, rewards: Any, *, trajectories: Any, groups: Any
 def _leaves(
     rewards: Numbers, trajectories: Numbers | None, groups: Numbers | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[L] each: rewards, float64; the trajectories; the groups."""
+    """[L] each: rewards, float64; the trajectories, a number for each in each group: turns that are
+    compared with those of other episodes make groups that an episode is in several times; the
+    groups."""
     values = torch.as_tensor(rewards).double().reshape(-1)
     device = values.device
     if trajectories is None:
@@ -128,7 +130,8 @@ def _leaves(
         raise AlignmentError(f"{len(values)} rewards, but the trajectories of {len(owner)} leaves.")
     if groups is None:
         return values, owner, torch.zeros_like(owner)
-    return values, owner, torch.as_tensor(groups, device=device)
+    group = torch.as_tensor(groups, device=device)
+    return values, _numbered(group)[0] * len(values) + _numbered(owner)[0], group
 
 
 def _over(names: Tensor, values: Tensor, how: str = "sum") -> Tensor:
@@ -136,10 +139,15 @@ def _over(names: Tensor, values: Tensor, how: str = "sum") -> Tensor:
     every run, and no wait for a GPU."""
     if not len(values):
         return values
-    ordered, order = names.sort(stable=True)
-    first = torch.searchsorted(ordered, names)  # a number for each name
+    first, order = _numbered(names)
     lengths = torch.zeros_like(first).scatter_add_(0, first, torch.ones_like(first))
     return torch.segment_reduce(values[order], how, lengths=lengths, unsafe=True)[first]
+
+
+def _numbered(names: Tensor) -> tuple[Tensor, Tensor]:
+    """([L] a number below L for each name, [L] the order that sorts the names)."""
+    ordered, order = names.sort(stable=True)
+    return torch.searchsorted(ordered, names), order
 
 
 def _is_level(values: Tensor, weight: Tensor, group: Tensor) -> Tensor:

@@ -583,7 +583,9 @@ def explained_variance(values: Tensor, returns: Tensor, layout: Layout) -> float
 
     low = torch.where(is_counted, returns, torch.inf).amin()
     high = torch.where(is_counted, returns, -torch.inf).amax()
-    left, whole, is_level = torch.stack(
-        [variance(returns - values), variance(returns), (low >= high).double()]
-    ).tolist()
+    left, whole, is_level = (
+        torch.stack([variance(returns - values), variance(returns), (low >= high).double()])
+        .cpu()
+        .tolist()
+    )
     return None if is_level else 1.0 - left / whole
