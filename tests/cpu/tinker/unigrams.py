@@ -143,7 +143,7 @@ class Unigrams:
         plain, prompt = log_softmax(logits), request.prompt_ids
         if request.has_prompt_logprobs:
             found = plain[prompt]
-            found[: len(prompt) - (request.last_n or len(prompt) - 1)] = np.nan
+            found[: request.first] = np.nan
             result = replace(result, prompt_logprobs=found)
         if request.topk_prompt_logprobs:
             k = request.topk_prompt_logprobs
