@@ -19,13 +19,13 @@ PACKAGE = ROOT / "src" / "lockstep"
 
 CEILINGS = {
     "nouns: types, errors, config": 1_824,
-    "tinker": 4_190,
+    "tinker": 4_186,
     "run": 5_223,
     "renderers": 3_333,
     "models and ops": 8_817,
     "engines, sync, launch": 8_984,
     "agent": 7_027,
-    "learn: training, correction, objectives": 5_152,
+    "learn: training, correction, objectives": 5_157,
     "doctor": 7_636,
     "integrations": 0,
     "store, observe, report": 2_802,

@@ -158,9 +158,9 @@ class GraphLoss:
                 f"it has {num_dims} dimensions, and the loss {self.name} declared logprobs with "
                 f"rank {self.ranks[LOGPROBS]}",
             )
-        for name, rank in self.ranks.items():
-            values = None if name == LOGPROBS else datum.inputs.get(name)
-            if name != LOGPROBS and (values is None or values.ndim != rank):
+        for name, rank in [*self.ranks.items()][1:]:
+            values = datum.inputs.get(name)
+            if values is None or values.ndim != rank:
                 found = "it is missing" if values is None else f"it has {values.ndim} dimensions"
                 raise wrong_input(
                     index, name, f"{found}, and the loss {self.name} declared it with rank {rank}"
@@ -198,10 +198,8 @@ class GraphLoss:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """(loss [], metrics [] each) of one datum. index: its number, for errors."""
         given = {name: torch.from_numpy(np.array(inputs[name])) for name in [*self.ranks][1:]}
-        values: dict[str, Any] = {
-            node: logprobs if name == LOGPROBS else given[name]
-            for node, name in self._placeholders.items()
-        }
+        given[LOGPROBS] = logprobs
+        values: dict[str, Any] = {node: given[name] for node, name in self._placeholders.items()}
         # Seconds of this thread: a busy machine is not the graph's fault.
         deadline, num_elements = time.thread_time() + max_seconds, 0
         for node in self._nodes:
@@ -256,13 +254,11 @@ class GraphLoss:
         """Metric -> its node; the loss is named ""."""
         known: set[str] = set()
         for number, node in enumerate(nodes):
-            fields = {"op", "name", "target"}
-            if not isinstance(node, Mapping) or not all(
-                isinstance(node.get(f), str) for f in fields
-            ):
-                raise self._error(f"node {number} lacks one of {', '.join(sorted(fields))}.")
-            name, op, target = node["name"], node["op"], node["target"]
-            where = f"node {name}"
+            match node:
+                case {"op": str(op), "name": str(name), "target": str(target)}:
+                    where = f"node {name}"
+                case _:
+                    raise self._error(f"node {number} lacks one of name, op, target.")
             if name in known or self._output:
                 raise self._error(f"{where} has the name of another, or follows the output.")
             args, kwargs = node.get("args", []), node.get("kwargs", {})
@@ -339,24 +335,24 @@ class GraphLoss:
             return arg
         if isinstance(arg, list):
             return [read(inner) for inner in arg]
-        (kind, value), *more = arg.items() if isinstance(arg, dict) and arg else [("", None)]
-        is_list = isinstance(value, list)
-        if kind == "ref" and isinstance(value, str) and value in known and not more:
-            return _Ref(value)
-        if kind == "tuple" and is_list and not more:
-            return tuple(read(inner) for inner in value)
-        if kind == "dict" and isinstance(value, dict) and not more:
-            return {str(key): read(inner) for key, inner in value.items()}
-        if kind == "slice" and is_list and len(value) == 3 and not more:
-            return slice(*(read(inner) for inner in value))
-        if kind == "ellipsis" and not more:
-            return ...
-        if kind == "float" and value in ("inf", "-inf", "nan") and not more:
-            return float(value)
-        if kind == "dtype" and isinstance(value, str) and value in DTYPES and not more:
-            return DTYPES[value]
-        if kind == "device" and value == "cpu" and not more:
-            return torch.device("cpu")
+        entries = [*arg.items()] if isinstance(arg, dict) else []
+        match entries:
+            case [("ref", str(name))] if name in known:
+                return _Ref(name)
+            case [("tuple", list(values))]:
+                return tuple(read(inner) for inner in values)
+            case [("dict", dict(values))]:
+                return {str(key): read(inner) for key, inner in values.items()}
+            case [("slice", [start, stop, step])]:
+                return slice(read(start), read(stop), read(step))
+            case [("ellipsis", _)]:
+                return ...
+            case [("float", "inf" | "-inf" | "nan" as text)]:
+                return float(text)
+            case [("dtype", str(name))] if name in DTYPES:
+                return DTYPES[name]
+            case [("device", "cpu")]:
+                return torch.device("cpu")
         raise self._error(
             f"{where} has the argument {str(arg)[:80]!r}; expected a number, a text, an earlier "
             "node, a list, tuple, dict or slice of these, or a dtype."
