@@ -5,9 +5,9 @@ import importlib.util
 import sys
 
 import pytest
+from engine_contexts import context_of
 from vllm_models import run
 
-from lockstep.engines.base import EngineContext
 from lockstep.engines.config import VllmConfig
 from lockstep.engines.registry import make_engine
 from lockstep.models.config import ModelConfig
@@ -33,17 +33,11 @@ def started(place):
 
     @contextlib.contextmanager
     def start(directory, *, told=None, **settings):
-        context = EngineContext(
-            model=None,
-            token_bytes=(),
-            directory=directory,
-            vocab_size=ModelConfig.from_directory(directory).vocab_size,
-            max_tokens=256,
-            dtype="float32",
-            run="tests",
+        context = context_of(
+            directory, vocab_size=ModelConfig.from_directory(directory).vocab_size, run="tests",
             scratch=place / f"server-{directory.name}",
             on_wait=lambda text: None if told is None else told.append(text),
-        )
+        )  # fmt: skip
         settings = {"python": sys.executable, "kv_cache_gib": 0.125} | settings
         engine = make_engine(VllmConfig(**settings), context)
         try:

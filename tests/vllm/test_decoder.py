@@ -4,6 +4,7 @@ import asyncio
 import json
 from dataclasses import replace
 
+import engine_contexts
 import numpy as np
 import pytest
 import torch
@@ -12,7 +13,6 @@ from full_counts import PROOF
 from safetensors.torch import load_file, save_file
 from vllm_models import CONFIGS, VOCAB, make_changed, make_checkpoint
 
-from lockstep.engines.base import EngineContext
 from lockstep.engines.config import EmbeddedConfig, VllmConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.engines.ledger import seed_after
@@ -50,15 +50,9 @@ def model_of(directory, dtype="float32"):
 
 
 def context_of(directory, model, **settings):
-    return EngineContext(
-        model=model,
-        token_bytes=(),
-        directory=directory,
-        vocab_size=VOCAB,
-        max_tokens=MAX_TOKENS,
-        dtype="float32" if model is None else str(model.embedding.dtype).removeprefix("torch."),
-        **settings,
-    )
+    dtype = "float32" if model is None else str(model.embedding.dtype).removeprefix("torch.")
+    shape = {"vocab_size": VOCAB, "max_tokens": MAX_TOKENS, "dtype": dtype}
+    return engine_contexts.context_of(directory, model=model, **shape, **settings)
 
 
 def make_local(directory, model, *, args=(), decoder="lockstep", gib=0.03125, **settings):

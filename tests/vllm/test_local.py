@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from check_engine import check_engine
+from engine_contexts import context_of
 from vllm_models import is_hybrid, make_changed, make_checkpoint, trainer_logprobs
 
-from lockstep.engines.base import EngineContext
 from lockstep.engines.config import VllmConfig
 from lockstep.engines.registry import make_engine
 from lockstep.errors import CapabilityError, ConfigError
@@ -30,15 +30,10 @@ CLOSE = 1e-4
 def make_local(directory, *, dtype="float32", told=None, **settings):
     if is_hybrid(directory):
         settings["prefix_cache"] = False
-    context = EngineContext(
-        model=None,
-        token_bytes=(),
-        directory=directory,
-        vocab_size=ModelConfig.from_directory(directory).vocab_size,
-        max_tokens=512,
-        dtype=dtype,
-        on_wait=lambda text: None if told is None else told.append(text),
-    )
+    context = context_of(
+        directory, vocab_size=ModelConfig.from_directory(directory).vocab_size, max_tokens=512,
+        dtype=dtype, on_wait=lambda text: None if told is None else told.append(text),
+    )  # fmt: skip
     config = VllmConfig(in_process=True, kv_cache_gib=0.0625, **settings)
     return make_engine(config, context)
 

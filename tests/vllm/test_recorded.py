@@ -8,10 +8,10 @@ import os
 import sys
 from pathlib import Path
 
+from engine_contexts import context_of
 from test_server import changed, dense  # noqa: F401  fixtures
 from vllm_models import run
 
-from lockstep.engines.base import EngineContext
 from lockstep.models.locate import locate_model
 
 FOLDER = Path(__file__).parents[1] / "cpu" / "engines"
@@ -22,10 +22,7 @@ RECORD = FOLDER / "recorded" / "vllm.json"
 
 
 def test_the_record_is_what_this_vllm_answers(dense, changed):  # noqa: F811
-    context = EngineContext(
-        model=None, token_bytes=(), directory=locate_model("tiny-qwen3"), vocab_size=550,
-        max_tokens=256, dtype="float32", run="recorded",
-    )  # fmt: skip
+    context = context_of(locate_model("tiny-qwen3"), run="recorded")
     exchanges = []
 
     async def talk():

@@ -4,14 +4,12 @@ import base64
 import hashlib
 import json
 import re
-import shutil
-import subprocess
 from importlib.resources import files
 
 import numpy as np
 import pytest
 from array_dumps import NUM_TOKENS, ArrayDump, make_rows
-from html_pages import Page
+from html_pages import Page, drawn
 
 import lockstep
 from lockstep.doctor import html_page as doctor_page
@@ -162,26 +160,8 @@ def test_every_file_of_the_page_is_shipped_and_in_ascii():
         files("lockstep.report").joinpath(name).read_text("ascii")
 
 
-def draw(path, tmp_path):
-    """(what the browser says, the page's body as it was drawn)."""
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-    if browser is None:
-        pytest.skip("no chromium on this machine to draw the page with")
-    shown = subprocess.run(
-        [
-            browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
-            "--no-first-run", "--disable-background-networking", "--disable-component-update",
-            "--disable-sync", f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,900",
-            "--virtual-time-budget=2000", "--enable-logging=stderr", "--dump-dom", path.as_uri(),
-        ],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-    return shown.stderr, re.sub(r"<script.*?</script>", "", shown.stdout, flags=re.DOTALL)
-
-
 def test_a_browser_draws_the_page_without_an_error_and_runs_no_foreign_script(written, tmp_path):
-    errors, body = draw(written, tmp_path)
-    assert "CONSOLE" not in errors, errors
+    body = drawn(written.as_uri(), tmp_path / "profile")
     assert body.count('class="card cause"') == 1 and body.count('<table class="proof-table"') == 2
     assert body.count('class="bar-before"') >= 4 and body.count('class="bar-after"') >= 4
     assert body.count('role="option"') == 20 and "token sampled painted" in body

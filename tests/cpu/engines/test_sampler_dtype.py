@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 from check_engine import check_engine
+from engine_contexts import context_of
 from engine_models import make_model, prompt, reply_of, request
 
-from lockstep.engines.base import EngineContext
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.registry import make_engine
 from lockstep.errors import EngineError
@@ -16,14 +16,8 @@ from lockstep.models.hf_io import hf_tensors
 
 
 def sampler_of(model, dtype, tmp_path):
-    context = EngineContext(
-        model=model,
-        token_bytes=(),
-        directory=tmp_path,
-        vocab_size=model.config.vocab_size,
-        max_tokens=128,
-        dtype="float32",
-    )
+    size = model.config.vocab_size
+    context = context_of(tmp_path, model=model, vocab_size=size, max_tokens=128)
     return make_engine(EmbeddedConfig(dtype=dtype, page_size=16, kv_cache_tokens=4096), context)
 
 

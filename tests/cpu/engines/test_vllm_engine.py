@@ -5,19 +5,16 @@ import json
 from pathlib import Path
 
 import pytest
+from engine_contexts import context_of
 from vllm_scenario import play, replayed
 
-from lockstep.engines.base import EngineContext
 from lockstep.engines.http import HttpClient
 from lockstep.engines.vllm.wire import VllmWire
 from lockstep.errors import CapabilityError, EngineError
 from lockstep.models.locate import locate_model
 
 RECORD = json.loads((Path(__file__).parent / "recorded" / "vllm.json").read_text())
-CONTEXT = EngineContext(
-    model=None, token_bytes=(), directory=locate_model("tiny-qwen3"), vocab_size=550,
-    max_tokens=256, dtype="float32",
-)  # fmt: skip
+CONTEXT = context_of(locate_model("tiny-qwen3"))
 
 
 def changed(path, change):

@@ -6,17 +6,14 @@ from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+from engine_contexts import context_of
 
-from lockstep.engines.base import EngineContext
 from lockstep.engines.config import VllmConfig
 from lockstep.engines.vllm import plugin, started
 from lockstep.errors import CapabilityError, CheckpointError, ConfigError
 from lockstep.models.locate import locate_model
 
-CONTEXT = EngineContext(
-    model=None, token_bytes=(), directory=locate_model("tiny-gpt-oss"), vocab_size=550,
-    max_tokens=256, dtype="float32",
-)  # fmt: skip
+CONTEXT = context_of(locate_model("tiny-gpt-oss"))
 NAMED = replace(CONTEXT, contract="true-on-policy")
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from check_engine import check_engine
+from engine_contexts import context_of
 from engine_models import deltas_of, reply_of, request
 
-from lockstep.engines.base import EngineContext
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.engines.registry import make_engine
@@ -43,15 +43,11 @@ def model():
 
 @pytest.fixture(scope="module")
 def context(model, tmp_path_factory):
-    return EngineContext(
-        model=model,
-        token_bytes=Tokenizer.from_file(DIRECTORY).all_token_bytes(),
-        directory=DIRECTORY,
-        vocab_size=model.config.vocab_size,
-        max_tokens=256,
-        dtype="float32",
+    token_bytes = Tokenizer.from_file(DIRECTORY).all_token_bytes()
+    return context_of(
+        DIRECTORY, model=model, token_bytes=token_bytes, vocab_size=model.config.vocab_size,
         scratch=tmp_path_factory.mktemp("run"),
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

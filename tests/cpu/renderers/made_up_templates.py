@@ -1,39 +1,13 @@
 """Chat templates made up for tests: each does what some real one does, in other words."""
 
-CHATML = """\
-{%- if tools %}{{ '<|im_start|>system\\n' }}
-{%- if messages[0].role == 'system' %}{{ messages[0].content + '\\n' }}{% endif %}
-{{- 'Tools:' }}{% for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}
-{{- '\\nCall with <tool_call></tool_call>.<|im_end|>\\n' }}
-{%- elif messages[0].role == 'system' %}
-{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- set ns = namespace(last=-1) %}
-{%- for message in messages %}
-{%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
-{%- endfor %}
-{%- for message in messages %}
-{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- elif message.role == 'assistant' %}
-{{- '<|im_start|>assistant\\n' }}
-{%- if message.reasoning_content and loop.index0 > ns.last %}
-{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}
-{%- endif %}
-{{- message.content }}
-{%- for call in message.tool_calls %}
-{%- if message.content or not loop.first %}{{ '\\n' }}{% endif %}
-{{- CALL }}
-{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- elif message.role == 'tool' %}
-{%- if messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
-{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
-"""
+from pathlib import Path
+
+
+def _file(name: str) -> str:
+    return (Path(__file__).with_suffix("") / f"{name}.jinja").read_text("utf-8")
+
+
+CHATML = _file("chatml")
 """Thinking is dropped before the last user message. CALL stands for one call."""
 
 _NAME = "call.function.name"
@@ -56,14 +30,7 @@ CALLS = {
         "'<tool_call>' + " + _NAME + " + '\\n' + call.function.arguments + '</tool_call>'"
     ),
 }
-XML = """\
-{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
-{%- for key, value in call.function.arguments | items %}
-{{- '<parameter=' + key + '>\\n' }}
-{{- value if value is string else value | tojson }}{{ '\\n</parameter>\\n' }}
-{%- endfor %}
-{{- '</function>\\n</tool_call>' }}
-"""
+XML = _file("xml")
 
 THINKS_AT_ONCE = CHATML.replace(
     "{{ '<|im_start|>assistant\\n' }}{% endif %}",
@@ -83,16 +50,7 @@ def template(call="json", source=CHATML):
     return source.replace("CALL", CALLS[call])
 
 
-NO_TOOLS = """\
-{{- bos_token }}
-{%- for message in messages %}
-{%- if message.role not in ('user', 'assistant') %}
-{{- raise_exception('Roles must alternate.') }}
-{%- endif %}
-{{- '<|start|>' + message.role + '\\n' + message.content | trim + '<|end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}
-"""
+NO_TOOLS = _file("no_tools")
 """Trims what it is given, and knows two roles."""
 
 FIRST_CALL_IS_OTHER = template().replace(
@@ -148,65 +106,14 @@ HOSTILE = {
 }
 """Template and what the error says."""
 
-BRACKETS = """\
-{{- '<s>' }}
-{%- for message in messages %}
-{%- if message.role == 'user' %}{{ '[INST] ' + message.content + '[/INST]' }}
-{%- elif message.role == 'system' and loop.first %}{{ '[SYS]' + message.content + '[/SYS]' }}
-{%- elif message.role == 'assistant' and message.tool_calls %}
-{%- if message.content %}{{ raise_exception('words beside calls') }}{% endif %}
-{{- '[TOOL_CALLS] [' }}
-{%- for call in message.tool_calls %}
-{%- if call.id | length != 9 %}{{ raise_exception('An id has nine characters.') }}{% endif %}
-{{- '{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson }}
-{{- ', "id": "' + call.id + '"}' }}{% if not loop.last %}{{ ', ' }}{% endif %}
-{%- endfor %}
-{{- ']</s>' }}
-{%- elif message.role == 'assistant' %}{{ ' ' + message.content + '</s>' }}
-{%- elif message.role == 'tool' %}
-{{- '[TOOL_RESULTS] {"content": ' + message.content | tojson + '}[/TOOL_RESULTS]' }}
-{%- else %}{{ raise_exception('no such role') }}
-{%- endif %}
-{%- endfor %}
-"""
+BRACKETS = _file("brackets")
 """No generation prompt, and a list of calls behind one token: Mistral's way."""
 BRACKET_TOKENS = (
     "<s>", "</s>", "[INST]", "[/INST]", "[SYS]", "[/SYS]", "[TOOL_CALLS]", "[TOOL_RESULTS]",
     "[/TOOL_RESULTS]",
 )  # fmt: skip
 
-NEXT_ROLE = """\
-{{- '<sop>' }}
-{%- if tools %}{{ '<|system|>\\nTools:' }}
-{%- for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}{% endif %}
-{%- set ns = namespace(last=-1) %}
-{%- for message in messages %}
-{%- if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
-{%- endfor %}
-{%- for message in messages %}
-{%- if message.role == 'tool' %}
-{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|observation|>' }}{% endif %}
-{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-{%- elif message.role == 'assistant' %}
-{{- '<|assistant|>\\n<think>' }}
-{%- if message.reasoning_content and loop.index0 > ns.last %}
-{{- message.reasoning_content }}
-{%- endif %}
-{{- '</think>' }}
-{%- if message.content %}{{ '\\n' + message.content }}{% endif %}
-{%- for call in message.tool_calls %}
-{{- '\\n<tool_call>' + call.function.name + '\\n' }}
-{%- for key, value in call.function.arguments | items %}
-{{- '<arg_key>' + key + '</arg_key>\\n<arg_value>' }}
-{{- value if value is string else value | tojson }}{{ '</arg_value>\\n' }}
-{%- endfor %}
-{{- '</tool_call>' }}
-{%- endfor %}
-{%- else %}{{ '<|' + message.role + '|>\\n' + message.content }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
-"""
+NEXT_ROLE = _file("next_role")
 """A turn ends with the token of the role that speaks next: GLM-4.5's way."""
 NEXT_ROLE_TOKENS = (
     "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<think>", "</think>",
@@ -214,27 +121,7 @@ NEXT_ROLE_TOKENS = (
     "<arg_value>", "</arg_value>",
 )  # fmt: skip
 
-FIELD_NAMES = """\
-{%- macro open(role) %}{{ '<|start_of_role|>' + role + '<|end_of_role|>' }}{% endmacro %}
-{%- if tools %}{{ open('tools') }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}
-{{- '<|end_of_content|>\\n' }}{% endif %}
-{%- for message in messages %}
-{%- if message['role'] == 'tool' %}
-{{- open('tool') + '<|call_id|>' + message['content'] }}
-{%- else %}{{ open(message['role']) + message['content'] }}
-{%- for call in message['tool_calls'] %}
-{%- if loop.first %}{{ '<invocations>\\n' }}{% endif %}
-{{- '<invoke name="' + call['function']['name'] + '">\\n' }}
-{%- for key, value in call['function']['arguments'] | items %}
-{{- '<parameter name="' + key + '">' }}{{ value if value is string else value | tojson }}
-{{- '</parameter>\\n' }}{% endfor %}
-{{- '</invoke>\\n' }}{% if loop.last %}{{ '</invocations>' }}{% endif %}
-{%- endfor %}
-{%- endif %}
-{{- '\\n<|end_of_content|>\\n' if message['role'] == 'assistant' else '<|end_of_content|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ open('assistant') }}{% endif %}
-"""
+FIELD_NAMES = _file("field_names")
 """Control tokens whose names contain the keys of messages, and a line break before the end of a
 turn: Granite, Kimi-K2 and Apriel in one. Calls are tags as MiniMax-M2 writes them."""
 FIELD_NAME_TOKENS = (
@@ -242,17 +129,14 @@ FIELD_NAME_TOKENS = (
     "</invocations>",
 )  # fmt: skip
 
-BARE = """\
-{%- for message in messages %}
-{{- '<|start|>' + ('ipython' if message.role == 'tool' else message.role) + '<|message|>' }}
-{%- if message.tool_calls %}
-{%- if message.tool_calls | length > 1 %}{{ raise_exception('one call at a time') }}{% endif %}
-{%- set call = message.tool_calls[0].function %}
-{{- message.content + '{"name": "' + call.name + '", "parameters": ' }}
-{{- call.arguments | tojson + '}<|call|>' }}
-{%- else %}{{ message.content + '<|end|>' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|start|>assistant<|message|>' }}{% endif %}
-"""
+BARE = _file("bare")
 """One call, which is the whole turn and ends with a token of its own: Llama's way."""
+
+STRICT = _file("strict")
+"""Raises on tools, on a system message and on two turns of a user."""
+
+OWN_CALLS = _file("own_calls")
+"""Writes calls, and leaves out tools."""
+
+QWEN3_TOOLS = _file("qwen3_tools")
+"""The system message of the Qwen3 format."""

@@ -4,7 +4,7 @@ templates: tests/parity/test_jinja_parity.py."""
 import json
 
 import pytest
-from made_up_templates import BRACKETS, CHATML, COUNTS, HOSTILE, template
+from made_up_templates import BRACKETS, CHATML, COUNTS, HOSTILE, QWEN3_TOOLS, template
 
 from lockstep.errors import MissingExtraError, RendererError
 from lockstep.renderers.choice import choose_renderer
@@ -23,17 +23,7 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.testing.tokenizers import CHATML_TOKENS, byte_tokenizer_json
 
 # What the Qwen3 format says, as a template: probes of `CHATML` differ in the words about tools.
-QWEN3 = """\
-{%- if tools %}{{ '<|im_start|>system\\n' }}
-{%- if messages[0].role == 'system' %}{{ messages[0].content + '\\n\\n' }}{% endif %}
-{{- '# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\nYou are '
-  + 'provided with function signatures within <tools></tools> XML tags:\\n<tools>' }}
-{%- for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}
-{{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and '
-  + 'arguments within <tool_call></tool_call> XML tags:\\n<tool_call>\\n{"name": <function-name>, '
-  + '"arguments": <args-json-object>}\\n</tool_call><|im_end|>\\n' }}
-{%- elif messages[0].role == 'system' %}
-""" + CHATML.split("{%- elif messages[0].role == 'system' %}\n", 1)[1]
+QWEN3 = QWEN3_TOOLS + CHATML.split("{%- elif messages[0].role == 'system' %}\n", 1)[1]
 IS_SHOWN = "loop.index0 > ns.last and (loop.last or message.reasoning_content)"
 for old, new in {
     "message.reasoning_content and loop.index0 > ns.last": IS_SHOWN,

@@ -2,7 +2,7 @@
 tests/parity/test_text_tools_parity.py."""
 
 import pytest
-from made_up_templates import NO_TOOLS
+from made_up_templates import NO_TOOLS, OWN_CALLS, STRICT
 from random_dialogues import check_dialogues
 
 from lockstep.errors import ConfigError, RendererError
@@ -39,18 +39,6 @@ DROPS = ECHO.replace(
     "{%- if message.role == 'tool' %}{% continue %}{% endif %}{{- '<|start|>' + message.role",
 )
 """Leaves out what a tool says."""
-STRICT = """\
-{%- if messages[0].role == 'system' %}{{ raise_exception('No system role.') }}{% endif %}
-{%- if tools %}{{ raise_exception('No tools.') }}{% endif %}
-{%- for message in messages %}
-{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}
-{{- raise_exception('Roles must alternate.') }}
-{%- endif %}
-{{- '<|start|>' + message.role + '\\n' + message.content | trim + '<|end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}
-"""
-"""Raises on tools, on a system message and on two turns of a user."""
 HEAD = """\
 # Tools
 
@@ -208,19 +196,6 @@ def test_a_template_that_takes_no_tools_is_left_alone_where_it_may_not_be_rewrit
     source = NO_TOOLS.replace("bos_token", "''")
     assert "take tools" in make(source, tools="template").proof.unsupported
     assert "take tools" not in make(source).proof.unsupported
-
-
-OWN_CALLS = """\
-{%- for message in messages %}
-{{- '<|start|>' + message.role + '\\n' + message.content }}
-{%- for call in message.tool_calls or [] %}
-{{- '<call>{"name": "' + call.function.name + '", "arguments": ' }}
-{{- call.function.arguments + '}</call>' }}
-{%- endfor %}
-{{- '<|end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|start|>assistant\\n' }}{% endif %}
-"""
 
 
 def test_a_template_that_leaves_out_tools_has_them_as_text_unless_they_are_not_declared(make):

@@ -3,10 +3,8 @@
 import base64
 import contextlib
 import json
-import re
 import shutil
 import socket
-import subprocess
 import threading
 import time
 import urllib.error
@@ -16,6 +14,7 @@ from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 import pytest
+from html_pages import drawn
 from synthetic_runs import HOSTILE, write_run
 
 from lockstep import report
@@ -231,27 +230,10 @@ def test_wrong_arguments_are_one_sentence(place, tmp_path, capsys, monkeypatch):
 
 
 def test_a_browser_follows_a_run_without_an_error(place, tmp_path):
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
-    if browser is None:
-        pytest.skip("no chromium on this machine to draw the page with")
-
-    def dump(url):
-        shown = subprocess.run(
-            [
-                browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic",
-                "--no-first-run", "--disable-background-networking", "--disable-sync",
-                "--disable-component-update", f"--user-data-dir={tmp_path / 'profile'}",
-                "--enable-logging=stderr", "--timeout=2500", "--dump-dom", url,
-            ],
-            capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-        assert "CONSOLE" not in shown.stderr, shown.stderr
-        return re.sub(r"<script.*?</script>", "", shown.stdout, flags=re.DOTALL)
-
     with served(place) as get:
-        runs = dump(get.url)
+        runs = drawn(get.url, tmp_path / "profile", waits="--timeout=2500")
         assert runs.count('href="run/') == 2 and "finished" in runs
-        page = dump(f"{get.url}run/first/")
+        page = drawn(f"{get.url}run/first/", tmp_path / "profile", waits="--timeout=2500")
     assert page.count('class="curve"') >= 10 and "Search all stored" in page
     assert "Shown first: " in page and "step 12 of 12" in page
 
