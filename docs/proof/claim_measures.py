@@ -1,7 +1,8 @@
 """What `make claims-quick` measures: one function per experiment of a minute or less.
 
-Each returns its figures by name; claims.py says what they are compared with. The runs are short
-ones of the quickstart's agent, in this process.
+A function with a parameter `seed` is run once for each of SEEDS, any other once. It returns its
+figures by name; claims.toml says what they are compared with. The runs are short ones of the
+quickstart's agent, in this process.
 """
 
 from __future__ import annotations
@@ -10,24 +11,21 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
-from statistics import mean, pstdev
+from statistics import mean
+from time import process_time
 from typing import Any
 
 import investigation
 import numpy as np
 import torch
 from doctor_faults import with_dropout
-from scipy import stats
 from studies import BASELINE, REPORTED_NOISE
 
-from lockstep import measure_noise
 from lockstep.config import resolve
-from lockstep.correction.averaging import average_logprobs
-from lockstep.correction.config import Correction
-from lockstep.correction.weighing import correct
 from lockstep.ops.base import Ops
 from lockstep.ops.context import AttentionSpec, PackedContext
 from lockstep.recipes import find_recipe
@@ -39,13 +37,13 @@ from lockstep.run.train import train
 from lockstep.run_config import Config
 from lockstep.store.run import Run, load_run
 from lockstep.testing.faults import injected, split_faults
-from lockstep.types import Sample, Trajectory
+from lockstep.types import Trajectory
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 MODELS = ("tiny-gpt-oss", "tiny-qwen3")
-SEEDS = (0, 1, 2)
+SEEDS = range(5)
 Figures = dict[str, float]
 Tensor = torch.Tensor
 
@@ -71,224 +69,136 @@ def steps_of(*words: str) -> list[dict[str, Any]]:
         return [row for row in run.metrics if "reward/mean" in row]
 
 
-def over_seeds(name: str, *words: str, last: int = 1) -> float:
-    """Mean of a metric over three seeds and the last steps of each."""
-    runs = [steps_of(*words, f"seed={seed}") for seed in SEEDS]
-    return mean(row[name] for run in runs for row in run[-last:])
+def mean_of(name: str, *words: str) -> float:
+    """Mean of a metric over the steps of a run."""
+    return mean(row[name] for row in steps_of(*words))
 
 
-def trajectories_of(model: str) -> list[Trajectory]:
-    """The episodes of one step, 64 of each seed."""
-    found = []
-    for seed in SEEDS:
-        with run_of(f"model={model}", "steps=1", f"seed={seed}") as run:
-            found += [t for group in run.groups(0) for t in group.trajectories]
-    return found
-
-
-def rows_of(*words: str) -> tuple[list[Sample], list[Tensor]]:
-    """Rows of one step, and the trainer's log-prob of each of their tokens."""
-    settings, faults = split_faults(words)
-    config = config_of("steps=1", "contract=none", *settings)
-    with injected(*faults), tempfile.TemporaryDirectory() as scratch:
-        run = load_run(train(config, out=Path(scratch) / "run", view="json").path)
-        rows = [t.row(leaf) for g in run.groups(0) for t in g.trajectories for leaf in t.rewards]
-        parts = build(config, preflight(config))
-        logprobs = parts.trainer.forward(rows, column=None)
-    return rows, [torch.from_numpy(each) for each in logprobs]
+@lru_cache(maxsize=len(SEEDS) * len(MODELS))
+def first_step(model: str, seed: int) -> tuple[list[Trajectory], dict[str, Any]]:
+    """(64 episodes, metrics) of a step under the contract."""
+    with run_of(f"model={model}", "steps=1", f"seed={seed}") as run:
+        found = [t for group in run.groups(0) for t in group.trajectories]
+        return found, next(row for row in run.metrics if "reward/mean" in row)
 
 
 # -- the report on Tinker --------------------------------------------------------------------------
 
 
-def published_program() -> Figures:
+def published_program(seed: int) -> Figures:
     """The program of the report, with our model and engine, and Lockstep's own rows."""
-    found = [investigation.investigate("tiny-gpt-oss", seed) for seed in SEEDS]
-    before = [each["by messages, as published"] for each in found]
-    anew = [each["rungs"]["several turns, rendered anew"] for each in found]
-    after = [each["rungs"]["the training path"] for each in found]
-    single = [each["rungs"]["one turn"] for each in found]
+    found = investigation.investigate("tiny-gpt-oss", seed)
+    before, rungs = found["by messages, as published"], found["rungs"]
+    after = rungs["the training path"]
     return {
-        "k1_before": mean(row["k1"] for row in before),
-        "k2_before": mean(row["k2"] for row in before),
-        "match_before": mean(row["match"] for row in before),
-        "k1_anew": mean(row["k1"] for row in anew),
-        "k1_one_turn": mean(abs(row["k1"]) for row in single),
-        "k1_after": mean(abs(row["k1"]) for row in after),
-        "k2_after": mean(row["k2"] for row in after),
-        "match_after": mean(row["match"] for row in after),
+        "k1_before": before["k1"],
+        "k2_before": before["k2"],
+        "match_before": before["match"],
+        "k1_anew": rungs["several turns, rendered anew"]["k1"],
+        "k1_one_turn": abs(rungs["one turn"]["k1"]),
+        "k1_after": abs(after["k1"]),
+        "k2_after": after["k2"],
     }
 
 
-def forced_share() -> Figures:
-    return {model: over_seeds("mismatch/forced_share", f"model={model}", "steps=1")
-            for model in MODELS}  # fmt: skip
+def forced_share(seed: int) -> Figures:
+    return {model: first_step(model, seed)[1]["mismatch/forced_share"] for model in MODELS}
 
 
-def two_renderers() -> Figures:
-    """Prompts and whole dialogues by our renderer and by a template that formats strings."""
+def two_renderers(seed: int) -> Figures:
+    """Share of prompts that our renderer and a template that formats strings write alike."""
     config = config_of("model=tiny-gpt-oss")
     ours = read_model_files(config).renderer
     template = config_of(
-        "model=tiny-gpt-oss", "renderer=jinja", f"renderer.template={HERE / 'harmony.jinja'}"
+        "model=tiny-gpt-oss",
+        "renderer=jinja",
+        "renderer.tools=template",  # else calls are text, for this template writes no schemas
+        f"renderer.template={HERE / 'harmony.jinja'}",
     ).renderer
     theirs = make_renderer(template, ours.tokenizer)
-    equal = total = 0
-    for trajectory in trajectories_of("tiny-gpt-oss"):
+    equal = []
+    for trajectory in first_step("tiny-gpt-oss", seed)[0]:
         messages = [m for segment in trajectory.segments for m in segment.messages]
-        if any(message.parse_error for message in messages):
-            continue  # there is no one way to write a malformed reply again
+        if any(m.parse_error or (m.content and m.tool_calls) for m in messages):
+            continue  # a malformed reply has no one form; the template has none for words and calls
         for end in range(2, len(messages)):
             if messages[end].role == "assistant":
-                total += 1
                 before = messages[:end]
-                equal += ours.render(before, ()) == theirs.render(before, ())
-    return {"equal": equal, "dialogues": total}
+                equal.append(ours.render(before, ()) == theirs.render(before, ()))
+    return {"equal": mean(equal), "prompts": len(equal)}
 
 
-def update_of(*words: str) -> Figures:
-    """KL between sampler and trainer before and after the updates of a step."""
-    words = (*words, "steps=6", "trainer.measure_after_every=1", "trainer.schedule=constant")
-    runs = [steps_of("model=tiny-gpt-oss", *words, f"seed={seed}") for seed in SEEDS]
-    rows = [row for run in runs for row in run]
+def pre_and_post_update(seed: int) -> Figures:
+    """|k1| between sampler and trainer before and after an update, with sinks ignored."""
+    words = ("model=tiny-gpt-oss", "steps=2", "trainer.measure_after_every=1", f"seed={seed}")
+    rows = steps_of(*words, "trainer.schedule=constant", "--fault=ignored_sinks", *BASELINE)
     return {
-        "before": mean(row["mismatch/k1"] for row in rows),
-        "after": mean(row["mismatch_after/k1"] for row in rows),
+        name: mean(abs(row[f"{metric}/k1"]) for row in rows)
+        for name, metric in (("before", "mismatch"), ("after", "mismatch_after"))
     }
 
 
-def pre_and_post_update() -> Figures:
-    healthy, broken = update_of(), update_of("--fault=ignored_sinks", *BASELINE)
-    return {f"{name}_{when}": each[when] for name, each in (("healthy", healthy), ("sinks", broken))
-            for when in ("before", "after")}  # fmt: skip
-
-
-def dropout_at_protocol_tokens() -> Figures:
-    """The largest gaps of a trainer with dropout: how many are at control tokens, and how many
-    tokens are control tokens at all."""
+def dropout_at_protocol_tokens(seed: int) -> Figures:
+    """Control tokens, as a share of the largest 1 % of the gaps that a trainer with dropout has,
+    and of all sampled tokens."""
     config = config_of("model=tiny-gpt-oss", "steps=1", "contract=none")
-    parts = build(config, preflight(config))
-    control = parts.renderer.tokenizer.control_ids
-    among, base = [], []
-    for seed in SEEDS:
-        with run_of("model=tiny-gpt-oss", "steps=1", "contract=none", f"seed={seed}") as run:
-            rows = [t.row(i) for g in run.groups(0) for t in g.trajectories for i in t.rewards]
-        sound = np.concatenate(parts.trainer.forward(rows, column=None))
-        trained = parts.trainer.model
-        parts.trainer.model = with_dropout(trained, 0.1, seed=seed)
-        dropped = np.concatenate(parts.trainer.forward(rows, column=None))
-        parts.trainer.model = trained
-        ids = np.concatenate([row.token_ids for row in rows])
-        mask = np.concatenate([row.loss_mask for row in rows])
-        gap = np.abs(sound - dropped)[mask]
-        is_control = np.isin(ids[mask], list(control))
-        largest = np.argsort(-gap)[: max(1, len(gap) // 100)]
-        among.append(float(is_control[largest].mean()))
-        base.append(float(is_control.mean()))
-    return {"among_largest": mean(among), "of_all": mean(base)}
+    trainer = build(config, model_files := preflight(config)).trainer
+    rows = [t.row(leaf) for t in first_step("tiny-gpt-oss", seed)[0] for leaf in t.rewards]
+    sound = np.concatenate(trainer.forward(rows, column=None))
+    trainer.model = with_dropout(trainer.model, 0.1, seed=seed)
+    dropped = np.concatenate(trainer.forward(rows, column=None))
+    mask = np.concatenate([row.loss_mask for row in rows])
+    ids = np.concatenate([row.token_ids for row in rows])[mask]
+    is_control = np.isin(ids, list(model_files.renderer.tokenizer.control_ids))
+    largest = np.argsort(-np.abs(sound - dropped)[mask])[: max(1, len(ids) // 100)]
+    return {"largest": float(is_control[largest].mean()), "all": float(is_control.mean())}
 
 
 # -- slime -----------------------------------------------------------------------------------------
 
 
-def half_precision() -> Figures:
+def half_precision(seed: int) -> Figures:
     """k3 of a sampler in bfloat16 against a trainer in float32."""
-    words = ("engine.dtype=bfloat16", "contract=none", "steps=3")
-    return {model: over_seeds("mismatch/k3", f"model={model}", *words, last=3) for model in MODELS}
+    words = ("engine.dtype=bfloat16", "contract=none", "steps=1", f"seed={seed}")
+    return {model: mean_of("mismatch/k3", f"model={model}", *words) for model in MODELS}
 
 
-def contract() -> Figures:
-    """A run under the contract: k3, and tokens whose two log-probs differ in a bit."""
-    rows = [row for model in MODELS for row in steps_of(f"model={model}", "steps=5")]
+def contract(seed: int) -> Figures:
+    """Tokens of a step whose two log-probs differ in a bit, under the contract."""
+    steps = [first_step(model, seed)[1] for model in MODELS]
     return {
-        "k3": max(row["mismatch/k3"] for row in rows),
-        "unequal": sum(row["mismatch/unequal_tokens"] for row in rows),
-        "compared": sum(row["mismatch/compared_tokens"] for row in rows),
+        name: sum(step[f"mismatch/{name}_tokens"] for step in steps)
+        for name in ("unequal", "compared")
     }
 
 
-def normalisation() -> Figures:
-    """Standard deviation, over batches of 16 rows, of the mean weight per token; kernel noise of a
-    k3 near 0.02. Normalised weights have the mean 1 by definition."""
-    rows, logprobs = rows_of(
-        "model=tiny-qwen3", "groups_per_step=64", "--fault=kernel_noise,std=0.5"
-    )
+def saved_forward(seed: int) -> Figures:
+    """Seconds of the processor for an update of a batch: with old log-probs by a forward of its
+    own, and with the sampler's."""
+    config = config_of("model=tiny-qwen3", "steps=1", "contract=none")
+    rows = [t.row(leaf) for t in first_step("tiny-qwen3", seed)[0] for leaf in t.rewards]
+    for row in rows:
+        row.set("advantages", np.where(row.loss_mask, np.float32(1), np.float32(0)))
+    trainer = build(config, preflight(config)).trainer
     out: Figures = {}
-    for level in ("token", "sequence", "geometric"):
-        means = {True: [], False: []}
-        for at in range(0, len(rows) - 15, 16):
-            for is_normalised in means:
-                means[is_normalised].append(
-                    mean_weight(rows[at : at + 16], logprobs[at : at + 16], level, is_normalised)
-                )
-        out[f"{level}_spread"] = pstdev(means[False])
-        out[f"{level}_normalised"] = pstdev(means[True])
-    return out
-
-
-def mean_weight(
-    rows: Sequence[Sample], logprobs: Sequence[Tensor], level: Any, is_normalised: bool
-) -> float:
-    width = max(len(row) for row in rows)
-    new, old = torch.zeros(len(rows), width), torch.zeros(len(rows), width)
-    mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for at, (row, each) in enumerate(zip(rows, logprobs, strict=True)):
-        kept = torch.from_numpy(row.loss_mask)
-        mask[at, : len(row)] = kept
-        new[at, : len(row)] = torch.where(kept, each, 0.0)
-        recorded = torch.from_numpy(row.columns["rollout_logprobs"])
-        old[at, : len(row)] = torch.where(kept, recorded, 0.0)
-    correction = Correction(
-        anchor="recomputed", level=level, limits=(0.0, 100.0), normalize=is_normalised
-    )
-    return float(correct(new, old, correction, layout=mask).weights[mask].mean())
-
-
-def saved_forward() -> Figures:
-    """Share of the tokens that the trainer runs once more for old log-probs, and the seconds of
-    its training, the best of 24 steps: recomputed, and the sampler's. One update per batch."""
-    common = ("model=tiny-qwen3", "contract=none", "steps=8")
-    out: Figures = {}
-    for name, words in (("recomputed", BASELINE), ("bypass", ("correction=bypass",))):
-        rows = [row for seed in SEEDS for row in steps_of(*common, *words, f"seed={seed}")]
-        out[f"{name}_seconds"] = min(row["time/train_seconds"] for row in rows)
-        again, sampled = (
-            sum(row[f"tokens/{n}"] for row in rows) for n in ("recomputed", "sampled")
-        )
-        out[f"{name}_share"] = again / sampled
+    for name, words in (("recomputed", BASELINE), ("recorded", ("correction=bypass",))):
+        correction = config_of(*words).correction
+        seconds = []
+        for _ in range(4):
+            begun = process_time()
+            trainer.update(rows, config.objective, correction)
+            seconds.append(process_time() - begun)
+        out[name] = min(seconds)
     return out
 
 
 # -- KwaiKAT ---------------------------------------------------------------------------------------
 
 
-def averaging() -> Figures:
-    """Variance of a log-prob averaged over eight scorings, relative to that of one, under the
-    noise of a large mixture: of 64 scorings, in eights."""
-    noise = 0.03 * torch.randn(64, 20_000, generator=torch.Generator().manual_seed(0))
-    scorings = -1.5 + noise
-    eights = torch.stack([average_logprobs(part).logprobs for part in scorings.split(8)])
-    return {"ratio": float(eights.double().var(0).mean() / scorings.double().var(0).mean())}
-
-
-def cache_hits() -> Figures:
-    words = ("model=tiny-gpt-oss", "contract=none", "correction=averaged", "steps=2")
-    rows = steps_of(*words, *REPORTED_NOISE)
-    return {"share": mean(row["noise/cache_hit_share"] for row in rows),
-            "scorings": mean(row["noise/rescorings"] for row in rows)}  # fmt: skip
-
-
-def noise_of_engines() -> Figures:
-    """What the sampler's repeated scorings of the same tokens differ by, float32 and bfloat16."""
-    out: Figures = {}
-    for dtype in ("same", "bfloat16"):
-        for model in MODELS:
-            found = measure_noise(
-                config_of(f"model={model}", "contract=none", f"engine.dtype={dtype}")
-            )
-            out[f"{model}_{dtype}_diff"] = found["diff"]
-            out[f"{model}_{dtype}_var"] = found["var_rollout"]
-    return out
+def cache_hits(seed: int) -> Figures:
+    """Share of the prefixes of re-scorings that the embedded engine finds in its cache."""
+    words = ("model=tiny-gpt-oss", "contract=none", "correction=averaged", "steps=1")
+    return {"share": mean_of("noise/cache_hit_share", *words, *REPORTED_NOISE, f"seed={seed}")}
 
 
 def benchmark(name: str, *words: str) -> list[dict[str, Any]]:
@@ -298,39 +208,24 @@ def benchmark(name: str, *words: str) -> list[dict[str, Any]]:
     return json.loads(done.stdout.splitlines()[-1])["parts"]
 
 
-def cost_of_determinism() -> Figures:
-    """Share of a decode step's processor time that stock ops need of that under the contract:
-    gpt-oss' layers, hidden 512, float32, 8 and 64 requests (`benchmarks/true_on_policy.py`)."""
-    only = ("--only", "decode-8", "decode-64", "--model", "gpt_oss", "--dtype", "float32")
-    how = ("--clock", "cpu", "--threads", "1", "--rounds", "2")
-    rows = benchmark("true_on_policy", *only, *how)
-    return {row["name"].split("/")[1]: row["peer"] / row["ours"] for row in rows}
-
-
 def beside_an_idle_engine() -> Figures:
-    """Seconds of a step beside an engine that waits for tools, and the interval of 95 % of their
-    ratio, by Welch's test of the logs of four steps each: `benchmarks/averaging.py`."""
+    """Seconds of a step beside an engine that waits for tools: `benchmarks/averaging.py`."""
     (row,) = benchmark("averaging", "--rounds", "1", "--only", "idle")
-    logs = (np.log(row["steps"][arm]) for arm in ("averaged", "recomputed"))
-    interval = stats.ttest_ind(*logs, equal_var=False).confidence_interval(0.95)
-    low, high = float(np.exp(interval.low)), float(np.exp(interval.high))
-    return {"averaged": row["ours"], "recomputed": row["peer"], "low": low, "high": high}
+    return row["steps"]
 
 
 # -- the retrospective on GPT-OSS ------------------------------------------------------------------
 
 
-def substitution() -> Figures:
-    """Share of clipped tokens where two forwards of the trainer differ by noise of its experts: old
-    log-probs from a forward of their own, the same without the noise, and the ratio set to 1."""
-    common = ("model=tiny-gpt-oss", "contract=none", "steps=4")
+def substitution(seed: int) -> Figures:
+    """Clipped share of tokens at two updates per batch, without and with noise in the trainer's
+    experts: old log-probs come from a forward of their own."""
+    words = ("model=tiny-gpt-oss", "contract=none", "steps=2", "correction.anchor=recomputed",
+             "trainer.updates_per_batch=2", f"seed={seed}")  # fmt: skip
     noise = "--fault=sampling_noise,trainer_std=0.3"
-    scored = ("correction.anchor=recomputed", "trainer.updates_per_batch=2")
-    one = "correction.anchor=on_policy"
     return {
-        "recomputed": over_seeds("train/clip_fraction", *common, noise, *scored, last=4),
-        "without_noise": over_seeds("train/clip_fraction", *common, *scored, last=4),
-        "substituted": over_seeds("train/clip_fraction", *common, noise, one, last=4),
+        "noisy": mean_of("train/clip_fraction", *words, noise),
+        "sound": mean_of("train/clip_fraction", *words),
     }
 
 
@@ -368,57 +263,74 @@ def sinks_formula() -> Figures:
 # -- token in, token out ---------------------------------------------------------------------------
 
 
-def round_trips() -> Figures:
-    """Sampled turns that a tokenizer spells otherwise, and texts that come back as they were."""
-    changed = turns = texts = kept = 0
+def round_trips(seed: int) -> Figures:
+    """Shares of sampled turns whose ids are other ones, and the same, after decoding and encoding,
+    and of texts that come back."""
+    changed, kept = [], []
     for model in MODELS:
         tokenizer = read_model_files(config_of(f"model={model}")).renderer.tokenizer
-        for trajectory in trajectories_of(model):
+        for trajectory in first_step(model, seed)[0]:
             for segment in trajectory.segments:
                 if segment.is_sampled:
                     # Control tokens are not text; what lies between them is.
                     ids = [i for i in segment.token_ids.tolist() if i not in tokenizer.control_ids]
                     text = tokenizer.decode(ids)
                     again = tokenizer.encode(text)
-                    turns, changed = turns + 1, changed + (again != ids)
-                    texts, kept = texts + 1, kept + (tokenizer.decode(again) == text)
-    return {"changed": changed / turns, "texts_kept": kept / texts, "turns": turns}
+                    changed.append(again != ids)
+                    kept.append(tokenizer.decode(again) == text)
+    return {"changed": mean(changed), "same": 1 - mean(changed), "texts_kept": mean(kept)}
 
 
-def histories() -> Figures:
-    """Dialogues whose messages, rendered as a whole, are not the ids that were sampled; turns that
-    stand at their place, by how many came before; and the same of Lockstep's own rows. By the
-    dense model: its format leaves more in place."""
-    config = config_of("model=tiny-qwen3")
-    renderer = read_model_files(config).renderer
-    stands: dict[int, list[float]] = {}
-    differs = dialogues = concatenates = trained_observations = 0
-    for trajectory in trajectories_of("tiny-qwen3"):
-        leaf = len(trajectory.segments) - 1
-        turns = turns_of(trajectory, leaf)
-        if len(turns) < 2:
-            continue
-        row, kept = rendered_anew(turns, renderer)
-        path = trajectory.path_ids(leaf)
-        dialogues += 1
-        differs += not np.array_equal(row.token_ids, path)
-        for number, (turn, same) in enumerate(zip(turns[:-1], kept[:-1], strict=True)):
-            stands.setdefault(number, []).append(same / len(turn.token_ids))
-        own = trajectory.row(leaf)
-        concatenates += np.array_equal(own.token_ids, path)
-        sampled = np.concatenate(
-            [np.full(len(s), s.is_sampled) for s in (trajectory.segments[i] for i in
-                                                     trajectory.path(leaf))]
-        )  # fmt: skip
-        trained_observations += int((own.loss_mask & ~sampled).sum())
-    return {
-        "differs": differs / dialogues,
-        "first_turn_stands": mean(stands[0]),
-        "second_turn_stands": mean(stands[1]),
-        "ours_equal": concatenates / dialogues,
-        "observed_tokens_trained": trained_observations,
-        "dialogues": dialogues,
-    }
+def histories(seed: int) -> Figures:
+    """Share of dialogues whose messages, rendered as a whole, differ from the sampled ids; and of
+    dialogues with three turns or more, the share of a turn's ids that stay at their index, by the
+    number of the turn."""
+    out: Figures = {}
+    for model in MODELS:
+        renderer = read_model_files(config_of(f"model={model}")).renderer
+        differs, in_place = [], []
+        for trajectory in first_step(model, seed)[0]:
+            leaf = len(trajectory.segments) - 1
+            turns = turns_of(trajectory, leaf)
+            if len(turns) < 2:
+                continue
+            rendered = rendered_anew(turns, renderer)[0].token_ids
+            differs.append(not np.array_equal(rendered, trajectory.path_ids(leaf)))
+            shares, begin = [], 0
+            for segment in (trajectory.segments[index] for index in trajectory.path(leaf)):
+                end = begin + len(segment.token_ids)
+                if segment.is_sampled:
+                    there = rendered[begin:end]
+                    same = (there == segment.token_ids[: len(there)]).sum()
+                    shares.append(float(same / len(segment.token_ids)))
+                begin = end
+            if len(turns) > 2:
+                in_place.append(shares[:3])
+        out[f"{model}_differs"] = mean(differs)
+        for number, shares in enumerate(zip(*in_place, strict=True), start=1):
+            out[f"{model}_turn_{number}"] = mean(shares)
+    return out
+
+
+def pretrained_replies(seed: int) -> Figures:
+    """Share of SmolLM2-135M's replies whose ids are the same, and other ones, after decoding and
+    encoding by its tokenizer."""
+    sums = ROOT / "examples" / "sums.py"
+    task = (f"task.path={sums}:tasks", f"task.reward={sums}:reward", "max_tokens=128")
+    size = ("groups_per_step=4", "group_size=8", "agent.max_turn_tokens=48", "lora.rank=1")
+    short = ("steps=1", "evaluation=none", "contract=none", f"seed={seed}")
+    words = ["model=smollm2-135m", *task, *size, *short]
+    config = resolve(find_recipe("custom"), words)
+    tokenizer = read_model_files(config).renderer.tokenizer
+    same = []
+    with tempfile.TemporaryDirectory() as scratch:
+        run = load_run(train(config, out=Path(scratch) / "run", view="json").path)
+        for trajectory in (t for group in run.groups(0) for t in group.trajectories):
+            for segment in trajectory.segments:
+                if segment.is_sampled:
+                    ids = [i for i in segment.token_ids.tolist() if i not in tokenizer.control_ids]
+                    same.append(tokenizer.encode(tokenizer.decode(ids)) == ids)
+    return {"same": mean(same), "changed": 1 - mean(same), "replies": len(same)}
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -428,7 +340,6 @@ def memory_of_experts() -> Figures:
     """MiB at the peak of 4,096 tokens through gpt-oss' 32 experts of width 512, without gradient:
     ours, and every token through every expert, as transformers did without gradient."""
     from measuring import used_by
-
     from moe import ACTIVE, EXPERTS, WIDTH, make_layer
 
     _, ours = make_layer("plain")

@@ -17,32 +17,64 @@ LOW, HIGH = [0.50, 0.52, 0.51, 0.49, 0.53], [0.90, 0.92, 0.91, 0.89, 0.93]
 WILD = [0.1, 0.9, 0.5, 0.3, 0.8]
 
 
-def test_an_effect_is_seen_in_part_refuted_or_not_tested():
-    assert claims.is_higher(HIGH, LOW, by=0.4) == "reproduces"
-    assert claims.is_higher(HIGH, LOW, by=0.9) == "in part"  # less than half of what is claimed
-    assert claims.is_higher(LOW, LOW, by=0.4) == "does not"
-    assert claims.is_higher(LOW, HIGH, by=0.4) == "does not"
-    assert claims.is_higher(WILD, LOW, by=0.4) == "not tested"
-    assert claims.is_higher(HIGH, LOW[:1], by=0.4) == "not tested"  # one seed has no spread
+def judge(a, b, **rule):
+    """(text, verdict) of a comparison of two measured figures."""
+    measured = {"m": {"found": {"a": a, "b": b}}}
+    sides = {"a": "measured/m/a", "b": b if isinstance(b, float) else "measured/m/b"}
+    return claims.Comparison(of="reward", **sides, **rule).judge(measured)
 
 
-def test_likeness_needs_power_as_well():
-    assert claims.are_alike(LOW, LOW, within=0.1) == "reproduces"
-    assert claims.are_alike(LOW, HIGH, within=0.1) == "does not"
-    assert claims.are_alike(WILD, LOW, within=0.1) == "not tested"
+def test_the_interval_is_students_two_sided_one():
+    # 2.776 is the 97.5 % point of Student's t with four degrees of freedom; s = 0.0158 of LOW.
+    low, high = claims.interval(LOW)
+    assert low == pytest.approx(0.51 - 2.776 * 0.015811 / 5**0.5, abs=1e-5)
+    assert high == pytest.approx(0.51 + 2.776 * 0.015811 / 5**0.5, abs=1e-5)
 
 
-def test_most_runs_do_it_or_do_not():
-    assert claims.mostly(5, 5) == "reproduces"
-    assert claims.mostly(0, 5) == "does not"
-    assert claims.mostly(4, 4) == "not tested"  # four of four are chance in one of sixteen
-    assert claims.mostly(0, 0) == "not tested"
+def test_an_effect_reproduces_is_the_opposite_or_absent_or_not_decided():
+    assert judge(HIGH, LOW)[1] == "reproduces"
+    assert judge(LOW, HIGH)[1] == "opposite"
+    assert judge([0.53, 0.51, 0.50, 0.52, 0.49], LOW)[1] == "no difference beyond 0.1"
+    assert judge(WILD, LOW)[1] == "not decided"
+    # Above 0 and yet too small to matter.
+    assert judge([0.55, 0.57, 0.56, 0.54, 0.58], LOW)[1] == "no difference beyond 0.1"
 
 
-def test_several_claims_are_as_good_as_the_worst_of_them():
-    assert claims.worst("reproduces", "reproduces") == "reproduces"
-    assert claims.worst("reproduces", "does not") == "in part"
-    assert claims.worst("reproduces", "not tested") == "not tested"
+def test_one_sided_significance_is_not_enough():
+    """Student's t of these differences is 2.35: beyond the one-sided limit of 2.13, within the
+    two-sided one of 2.78."""
+    a = [0.4 + each for each in (-0.5, -0.2, 0.0, 0.2, 0.5)]
+    assert judge(a, [0.0] * 5)[1] == "not decided"
+
+
+def test_likeness_needs_an_interval_within_the_limit():
+    assert judge([0.53, 0.51, 0.50, 0.52, 0.49], LOW, is_alike=True)[1] == "reproduces"
+    assert judge(LOW, HIGH, is_alike=True)[1] == "differs"
+    assert judge(WILD, LOW, is_alike=True)[1] == "not decided"
+    assert judge([0.0] * 5, 0.0, is_alike=True, within=0.0)[1] == "reproduces"
+    assert judge([0.0, 0.0, 0.0, 0.0, 1.0], 0.0, is_alike=True, within=0.0)[1] == "not decided"
+
+
+def test_a_ratio_is_judged_on_its_logarithm():
+    text, verdict = judge([2.0, 2.2, 1.8, 2.1, 1.9], [1.0] * 5, ratio=True)
+    assert verdict == "reproduces" and "ratio 1.8 .. 2.2" in text
+    assert judge([1.0, 1.1, 0.9, 1.0, 1.0], [1.0] * 5, ratio=True)[1] == (
+        "no difference beyond a factor of 1.25"
+    )
+
+
+def test_few_seeds_are_told_and_one_seed_decides_nothing():
+    assert judge(HIGH[:3], LOW)[1] == "reproduces (too few seeds: 3)"
+    assert judge(HIGH[:1], LOW) == ("reward: 0.9 and 0.5", "not decided (too few seeds: 1)")
+    assert judge([1e-16], 0.0, is_alike=True, within=1e-12, exact=True)[1] == "reproduces"
+    assert judge([], LOW) == ("reward: not run", "not decided")
+
+
+def test_counts_of_runs_are_judged_by_fishers_test():
+    assert claims.verdict_of_counts([1.0] * 5, [0.0] * 5) == "reproduces"  # p is 0.008
+    assert claims.verdict_of_counts([0.0] * 5, [1.0] * 5) == "opposite"
+    assert claims.verdict_of_counts([1.0] * 4 + [0.0], [0.0] * 5) == "reproduces"  # p is 0.048
+    assert claims.verdict_of_counts([1.0] * 3, [0.0] * 3) == "not decided"  # p is 0.1
 
 
 def test_runs_that_never_learn_collapse_too():
@@ -54,39 +86,42 @@ def test_runs_that_never_learn_collapse_too():
 
 def test_every_verdict_on_the_page_follows_from_the_stored_figures():
     stored = json.loads((PROOFS / "claims.json").read_text())
+    assert set(stored["figures"]) == set(claims.measures())
     assert claims.judged(stored["figures"]) == stored["claims"]
 
 
-def test_every_document_has_its_claims_and_every_claim_its_command():
-    assert set(claims.CLAIMS) == set(claims.DOCUMENTS)
-    every = [claim for _, claim in claims.every_claim()]
-    assert len({claim.text for claim in every}) == len(every)
+def test_every_document_has_its_claims_and_every_comparison_its_figures():
     import claim_measures
 
+    stored = json.loads((PROOFS / "claims.json").read_text())["figures"]
+    every = claims.read_claims()
+    assert {claim.document for claim in every} == set(claims.DOCUMENTS)
+    assert all(callable(getattr(claim_measures, name)) for name in claims.measures())
     for claim in every:
-        assert set(claim.study.split()) <= set(studies.STUDIES)
-        assert not claim.measure or callable(getattr(claim_measures, claim.measure))
-        if not claim.command:
-            ours, verdict = claim.judge({})
-            assert verdict == "not tested" and len(ours) > 20  # it says what is missing
+        assert claim.compare or len(claim.why) > 20  # it says what is missing
+        for each in claim.compare:
+            assert not each.judge(stored)[0].endswith("not run"), each.of
 
 
 def test_a_verdict_that_changes_fails_and_leaves_the_file(monkeypatch, tmp_path, capsys):
-    def judge(_):
-        return "1", verdict
-
-    verdict = "reproduces"
-    one = claims.Claim(text="It is so", theirs="1", judge=judge)
-    monkeypatch.setattr(claims, "CLAIMS", {"slime": (one,)})
-    monkeypatch.setattr(claims, "RESULTS", tmp_path / "claims.json")
-    monkeypatch.setattr(sys, "argv", ["claims.py", "--quick"])
-    assert claims.main() == 0
-    verdict = "does not"
-    assert claims.main() == 1
-    assert "It is so: reproduces before, does not now" in capsys.readouterr().out
-    assert (
-        json.loads((tmp_path / "claims.json").read_text())["claims"][0]["verdict"] == "reproduces"
+    found = tmp_path / "claims.json"
+    found.write_text(json.dumps({"claims": [], "figures": {}}))
+    (tmp_path / "claims.toml").write_text(
+        '[slime."It is so"]\ntheirs = "1"\n'
+        'compare = [{ of = "it", a = "measured/contract/unequal", b = 0.0 }]\n'
     )
+    monkeypatch.setattr(claims, "CLAIMS", tmp_path / "claims.toml")
+    monkeypatch.setattr(claims, "RESULTS", found)
+    monkeypatch.setattr(sys, "argv", ["claims.py", "--quick"])
+    for values, status in (([1.0] * 5, 0), ([0.0] * 5, 1)):
+        monkeypatch.setattr(
+            claims, "measure", lambda _, v=values: {"contract": {"found": {"unequal": v}}}
+        )
+        assert claims.main() == status
+    assert "It is so: ['reproduces'] before, ['no difference beyond 0.1'] now" in (
+        capsys.readouterr().out
+    )
+    assert json.loads(found.read_text())["claims"][0]["verdicts"] == ["reproduces"]
 
 
 @pytest.fixture

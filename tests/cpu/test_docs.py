@@ -26,9 +26,11 @@ import shlex
 import sys
 import types
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -597,22 +599,25 @@ def study_table(name: str) -> str:
 
 
 def claims_table(document: str) -> str:
-    """What `make claims` found of one document."""
+    """What `make claims` found of one document: a row per comparison."""
     rows = []
     for claim in proved("claims")["claims"]:
         if claim["document"] == document:
-            command = f"`{claim['command']}`" if claim["command"] else ""
-            verdict = f"**{claim['verdict']}**"
-            rows.append((claim["claim"], claim["theirs"], claim["ours"], verdict, command))
+            first, last = [claim["claim"], claim["theirs"]], claim["commands"]
+            for ours, verdict in zip_longest(claim["ours"], claim["verdicts"], fillvalue=""):
+                told = ", ".join(f"`{command}`" for command in last)
+                rows.append((*first, ours, f"**{verdict}**" if verdict else "", told))
+                first, last = ["", ""], []
     return without_gaps(table(("claim", "theirs", "ours", "verdict", "`docs/proof/`"), rows))
 
 
 def claims_count() -> str:
     claims = proved("claims")["claims"]
-    verdicts = ("reproduces", "in part", "does not", "not tested")
-    counts = [sum(claim["verdict"] == verdict for claim in claims) for verdict in verdicts]
-    told = ", ".join(f"{n} **{v}**" for n, v in zip(counts, verdicts, strict=True))
-    return f"{len(claims)} claims: {told}.\n"
+    verdicts = [verdict for claim in claims for verdict in claim["verdicts"]]
+    counts = Counter(re.split(r" \(| beyond", verdict)[0] for verdict in verdicts)
+    told = ", ".join(f"{count} **{verdict}**" for verdict, count in counts.most_common())
+    few = sum("too few seeds" in verdict for verdict in verdicts)
+    return f"{len(claims)} claims, {len(verdicts)} comparisons: {told}. {few} have too few seeds.\n"
 
 
 def noise_rows() -> str:
@@ -801,7 +806,7 @@ TABLES = {
     "claims-count": claims_count,
     **{
         f"claims-{name}": partial(claims_table, name)
-        for name in ("tinker", "slime", "retrospective", "kwaikat", "tokens")
+        for name in ("tinker", "slime", "retrospective", "kwaikat", "tokens", "newer")
     },
     "causes": causes_table,
     "methods": methods_table,
