@@ -139,6 +139,33 @@ def test_statistics_by_names_that_nobody_knows_are_not_passed_over():
         assert_physical([{"actor/ppo_kl": 2, "actor/pg_clipfrac": 0.99}] * 40)
 
 
+@pytest.mark.parametrize("name", ["mismatch/k2", "kl_v2", "optim/kl_sample_train_v2"])
+def test_rows_of_other_ids_are_refused_by_their_k2(name):
+    """Re-encoded rows have a k2 of 12 to 69; the noisiest mixtures that learn stay below 0.1."""
+    assert_physical([{name: 0.1, "mismatch/k1": 0.02}] * 40)
+    with pytest.raises(AssertionError, match="k2 is beyond any two kernels"):
+        assert_physical([{name: 12.0, "mismatch/k1": 3.0}] * 5)
+
+
+def test_rows_of_other_ids_are_refused_by_their_perplexity():
+    with pytest.raises(AssertionError, match="the perplexity is that of a guess"):
+        assert_physical([{"rollout_corr/training_ppl": 55_000.0}] * 5)
+    assert_physical([{"rollout_corr/training_ppl": 12.0}] * 5)
+
+
+@pytest.mark.parametrize(
+    "sign", [{"approx_kl": 0.8}, {"clipfrac": 0.4}, {"losses/clipfrac": 0.4}, {"kl_v2": 0.5}]
+)
+def test_a_reward_that_does_not_rise_needs_no_equal_means(sign):
+    noise = np.random.default_rng(0).normal(0, 0.05, 24)
+    flat = [{**sign, "reward": 0.1 + float(each)} for each in noise]
+    with pytest.raises(AssertionError, match="the mean reward does not rise in 20 steps"):
+        assert_physical(flat)
+    assert_physical([{**row, "reward": row["reward"] + 0.05 * i} for i, row in enumerate(flat)])
+    calm = dict.fromkeys(sign, 0.01)
+    assert_physical([{**row, **calm} for row in flat])  # a task may be too hard
+
+
 def test_statistics_that_cannot_be_are_named():
     assert_physical([{"step": 0, "mismatch/k3": 0.01, "mismatch/k2": 0.01}])
     with pytest.raises(AssertionError, match="k3"):

@@ -23,6 +23,10 @@ ROUNDING = 1.001
 """Tolerance for figures that were rounded, or computed in float32."""
 STEPS = 5
 """Steps in a row that a rule about several steps must hold in."""
+FAR = 1.0
+"""A k2 in nats squared that no kernel explains: mixtures on two engines reach a k3 of 0.1."""
+UNIFORM = 1000.0
+"""A perplexity of no language model's own samples: their entropy is below 3 nats, log 20."""
 FIRST_KL = "the first update of a step begins with a KL beyond float noise and the mismatch"
 PHYSICAL = "facts/physical"
 CLAIM = "the statistics of training do not contradict each other"
@@ -59,6 +63,17 @@ def _still(values: Float64Array) -> BoolArray:
     return np.append(False, values[1:] == values[:-1])[: len(values)]
 
 
+def _stagnates(values: Float64Array) -> BoolArray:
+    """[S] True where the mean of the last ten steps is no higher than the mean of the ten before,
+    beyond two standard errors."""
+    out, half = np.zeros(len(values), np.bool_), 2 * STEPS
+    for end in range(2 * half, len(values) + 1):
+        before, last = values[end - 2 * half : end].reshape(2, half)
+        error = np.sqrt((before.var(ddof=1) + last.var(ddof=1)) / half)
+        out[end - 1] = last.mean() - before.mean() <= 2 * error
+    return out
+
+
 def _rules(c: Callable[[str], Float64Array]) -> dict[int, dict[str, BoolArray]]:
     """Steps in a row that a rule takes -> contradiction in words -> [S] where it holds."""
     k1, k2, k3 = c("mismatch/k1"), c("mismatch/k2"), c("mismatch/k3")
@@ -83,7 +98,14 @@ def _rules(c: Callable[[str], Float64Array]) -> dict[int, dict[str, BoolArray]]:
     for name in ("train/clip_fraction", "mismatch/forced_share", "mismatch/ess"):
         once[f"{name} is outside of 0 to 1"] = (c(name) < 0) | (c(name) > ROUNDING)
     is_far, is_free = np.abs(c("train/approx_kl")) > 0.5, clipped == 0
+    is_wild = is_far | (clipped > 0.3) | (k2 > 0.1)
+    once["the mean reward does not rise in 20 steps of a wild KL or clip fraction"] = (
+        _stagnates(reward) & is_wild
+    )
+    is_uniform = np.fmax(c("perplexity"), c("trainer_perplexity")) > UNIFORM
     lasting = {
+        "k2 is beyond any two kernels: the rows hold other ids than were sampled": k2 > FAR,
+        "the perplexity is that of a guess: the rows hold other ids than were sampled": is_uniform,
         "nearly all tokens are clipped": clipped > 0.9,
         "the two sides are far apart, but no token is clipped": (k3 > 1) & is_free,
         "updates move the mean log-prob far, but no token is clipped": is_far & is_free,
@@ -104,7 +126,7 @@ def _longest(holds: BoolArray) -> tuple[int, int]:
 def contradictions(setting: Setting) -> Finding:
     """Contradictions in the metrics of steps."""
     named = known_metrics(setting.step_metrics)
-    rows = [row for row in named if (THEIR_NAMES.keys() | {"mismatch/k2"}) & row.keys()]
+    rows = [row for row in named if THEIR_NAMES.keys() & row.keys()]
     with np.errstate(invalid="ignore"):
         rules = _rules(lambda name: _column(rows, name)) if rows else {}
     if not rows:
