@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from lockstep.models.locate import CONFIG_FILES, locate_model
 from lockstep.models.shapes import decoder_shapes, num_elements
 from lockstep.recipes.memory_fit import fit_memory, left_open
 from lockstep.recipes.registry import find_recipe
+from lockstep.renderers.config import ChatMLConfig
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run_config import Config, ModelChoice, SupervisedConfig
 from lockstep.training.config import TrainerConfig
@@ -66,6 +68,10 @@ def configure(
     model = ModelConfig.from_directory(directory)
     if recipe in FITTED:
         return fitted(config, given, model, directory)
+    is_open = not any(name.startswith("renderer") for name in given)
+    is_qwens = isinstance(config.renderer, ChatMLConfig) and not config.renderer.enable_thinking
+    if is_open and is_qwens and not model.architecture.startswith("qwen3"):
+        config = replace(config, renderer=None)  # only Qwen3 has this switch; gpt-oss has harmony
     return fit_memory(config, given, model, directory, may_adapt=False)
 
 

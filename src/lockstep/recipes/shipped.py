@@ -156,8 +156,8 @@ def gsm8k() -> Config:
     """GSM8K in one reply without thinking. The numbers, for full training of Qwen3-0.6B to 8B, come
     from verl's GRPO example (rate 1e-6, 8 samples, 512 + 1024 tokens), with half its batch and no
     KL term (DAPO, arXiv 2503.14476). Estimate, not run: 3 hours on one GPU of 80 GB, with
-    engine=vllm engine.share_device=true. task.path=DIR if the hub cannot be reached; renderer=none
-    for models of another format. Also task.source=dapo or file."""
+    engine=vllm engine.share_device=true. task.path=DIR if the hub cannot be reached. Models other
+    than Qwen3 keep their own renderer. Also task.source=dapo or file."""
     return _own(
         name="gsm8k",
         model="Qwen/Qwen3-0.6B",

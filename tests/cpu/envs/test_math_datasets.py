@@ -11,6 +11,7 @@ import pytest
 from lockstep.agent.config import AgentConfig
 from lockstep.envs.math.config import FORM_INSTRUCTIONS, MathConfig
 from lockstep.errors import ConfigError, DataError
+from lockstep.recipes.fitting import configure
 
 GSM8K = [
     {"question": f"Q{i}?", "answer": f"{i} + {i} = <<{i}+{i}={2 * i}>>{2 * i}\n#### {2 * i}"}
@@ -198,3 +199,13 @@ def test_without_a_path_and_a_network_the_error_names_what_to_download(monkeypat
     monkeypatch.setattr("huggingface_hub.snapshot_download", unreachable)
     with pytest.raises(DataError, match=r"--repo-type.*openai/gsm8k"):
         MathConfig(source="gsm8k").check()
+
+
+def test_gsm8k_leaves_its_thinking_switch_to_qwen3_and_other_models_their_own_format():
+    def renderer(*words):
+        return configure("gsm8k", overrides=words).renderer
+
+    assert renderer("model=tiny-qwen3").enable_thinking is False
+    assert renderer("model=tiny-gpt-oss") is None  # the model's: harmony
+    given = renderer("model=tiny-gpt-oss", "renderer=chatml", "renderer.enable_thinking=false")
+    assert given == renderer("model=tiny-qwen3")
