@@ -3,8 +3,10 @@
 Stock flash attention has no sinks. With L = logaddexp(lse, sink), the softmax over keys and sink
 is exp(score - L): the output is the stock one times exp(lse - L). The stock backward, given that
 output and L in place of its own, returns the exact dQ, dK and dV, since it uses nothing but
-exp(score - L) and dO . O. The sink's own gradient is -sum exp(sink - L) dO . O. (Rescaling by a
-detached lse gives the right output, dV and sink gradient, but a dQ and dK wrong by 28 to 55 %.)
+exp(score - L) and dO . O. (Rescaling by a detached lse gives the right output, dV and sink
+gradient, but a dQ and dK wrong by 28 to 55 %.) The sink's own gradient is -sum P_sink (dO . O) with
+P_sink = exp(sink - L): its column of probabilities is dropped, so dP is 0 there. (The article on
+gpt-oss with verl has a wrong sign in its full formula; its simplified one is this.)
 Guard: tests/cpu/ops/test_attention.py
 
 Rows go through the kernel in pieces, so that memory does not grow with their number. A long
