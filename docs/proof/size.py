@@ -26,13 +26,13 @@ CEILINGS = {
     "engines, sync, launch": 8_984,
     "agent": 7_027,
     "learn: training, correction, objectives": 5_157,
-    "doctor": 7_636,
+    "doctor": 7_652,
     "integrations": 0,
     "store, observe, report": 2_802,
-    "environments and recipes": 4_115,
+    "environments and recipes": 4_121,
     "testing": 1_547,
-    "tests": 60_506,
-    "proofs and benchmarks": 12_316,
+    "tests": 60_346,
+    "proofs and benchmarks": 11_613,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling
 follows."""
