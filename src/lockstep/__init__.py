@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lockstep.doctor.monitor import train as train
     from lockstep.doctor.monitor import train_side_by_side as train_side_by_side
     from lockstep.doctor.replay import find as replay  # noqa: F401 - in _PUBLIC
-    from lockstep.doctor.watch import watch as watch
+    from lockstep.integrations.trl import watch as watch
     from lockstep.model_server import BackgroundServer as BackgroundServer
     from lockstep.model_server import serve as serve
     from lockstep.models.locate import fetch_model as fetch  # noqa: F401 - in _PUBLIC
@@ -50,7 +50,7 @@ _PUBLIC = {
     "train": ("lockstep.doctor.monitor", "train"),
     "train_side_by_side": ("lockstep.doctor.monitor", "train_side_by_side"),
     "train_supervised": ("lockstep.supervised", "train_supervised"),
-    "watch": ("lockstep.doctor.watch", "watch"),
+    "watch": ("lockstep.integrations.trl", "watch"),
     "write_report": ("lockstep.verbs", "write_report"),
 }
 # The names above are imported there for type checkers, which read no computed list.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import sys
 import time
 from collections import Counter
@@ -58,39 +57,6 @@ OnCause = Literal["warn", "raise"] | Callable[[MismatchError], object]
 MakeRows = Callable[[int], Rows | None]
 """Limit -> rows of a step, at most so many; None if it has no rows."""
 _log = logging.getLogger(__name__)
-
-
-def watch(
-    target: Any, *, directory: str | Path | None = None, tokenizer: Any = None, **options: Any
-) -> Watch:
-    """Watches a training run of another trainer. `lockstep.watch` is this function.
-
-    target: a GRPOTrainer of TRL, which is watched from here on, or the directory to write to: then
-    hand over each step's batch, `watch.verl(batch, step=...)`. directory: where a GRPOTrainer's
-    rows and page are written; by default OUTPUT_DIR/doctor. tokenizer and options (rows, every,
-    on_cause, max_share, renderer, facts): those of `Watch`.
-
-    >>> import tempfile
-    >>> watching = watch(tempfile.mkdtemp())
-    >>> row = {"token_ids": [5, 6], "loss_mask": [0, 1], "rollout_logprobs": [None, 0.5]}
-    >>> watching.rows([row], step=0)["doctor/positive"]
-    1.0
-    """
-    if isinstance(target, str | os.PathLike):
-        if directory is not None:
-            raise ConfigError(f"watch({str(target)!r}) names the directory: leave directory= out.")
-        return Watch(Path(target), tokenizer=tokenizer, **options)
-    if not hasattr(target, "_generate_and_score_completions"):
-        raise ConfigError(
-            f"lockstep.watch takes a GRPOTrainer of TRL, or a directory; found a "
-            f"{type(target).__name__}. For any other trainer: watch = lockstep.watch(DIRECTORY), "
-            "then watch.verl, .slime, .prime_rl, .tinker or .rows in its loop."
-        )
-    place = Path(target.args.output_dir) / "doctor" if directory is None else directory
-    tokenizer = tokenizer or getattr(target, "processing_class", None)
-    out = Watch(place, tokenizer=tokenizer, **options)
-    _attach(out, target)
-    return out
 
 
 class Watch:
@@ -467,39 +433,6 @@ def choose(groups: Sequence[Hashable], num_rows: int, *, step: int) -> list[int]
     return sorted(range(len(groups)), key=lambda i: place[groups[i]])[:num_rows]
 
 
-# -- TRL -------------------------------------------------------------------------------------------
-
-
-def _attach(watching: Watch, trainer: Any) -> None:
-    """Looks at every generation for training, logs its metrics, and writes the page at the end."""
-    generate = trainer._generate_and_score_completions
-    args = trainer.args
-    if getattr(trainer, "rollout_func", None) is None:  # else only it knows how replies end
-        watching.learn(stop_ids=frozenset(getattr(trainer, "eos_token_ids", ())))
-    config = getattr(trainer.model, "config", None)
-    watching.learn(
-        model=str(getattr(config, "_name_or_path", "")),
-        temperature=getattr(args, "temperature", None),
-        top_p=getattr(args, "top_p", None),
-        top_k=getattr(args, "top_k", None),
-    )
-
-    def watched(*inputs: Any, **more: Any) -> Any:
-        batch = generate(*inputs, **more)
-        if trainer.model.training:
-            found = watching.trl(
-                batch, step=trainer.state.global_step, group_size=trainer.num_generations
-            )
-            logged: Any = getattr(trainer, "_metrics", {}).get("train")
-            if logged is not None:
-                for name, value in found.items():
-                    logged[name].append(value)
-        return batch
-
-    trainer._generate_and_score_completions = watched
-    trainer.add_callback(_PageAtEnd(watching))
-
-
 @dataclass(kw_only=True)
 class _Sequences:
     """Sequences of a step of prime-rl, whose trainer has one micro batch at a time."""
@@ -517,21 +450,6 @@ class _Sequences:
         self.num_seen += num_sequences
         first = self.step * self.limit % max(self.num_before - self.limit + 1, 1)
         return self.num_seen > first and len(self.lines) < self.limit
-
-
-class _PageAtEnd:
-    """A TrainerCallback, without importing transformers: it writes the page when training ends."""
-
-    def __init__(self, watching: Watch) -> None:
-        self._watching = watching
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._watching.try_page()
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        if not name.startswith("on_"):
-            raise AttributeError(name)
-        return lambda *_, **__: None
 
 
 # -- pieces ----------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def read_shape(directory: str | Path, model: ModelConfig) -> LoraShape:
     """
     root = Path(directory)
     settings = read_json(root / CONFIG, CheckpointError)
-    problems = _unknown_settings(settings)
+    problems = unknown_settings(settings)
     if not isinstance(settings.get("r"), int) or settings["r"] < 1:
         problems.append(f"r={settings.get('r')} must be a whole number of at least 1")
     if problems:
@@ -204,7 +204,8 @@ def digest_of(directory: str | Path) -> str:
 # -- mechanism ------------------------------------------------------------------------------------
 
 
-def _unknown_settings(settings: Mapping[str, Any]) -> list[str]:
+def unknown_settings(settings: Mapping[str, Any]) -> list[str]:
+    """Settings of PEFT that are not implemented, in words."""
     problems: list[str] = []
     if settings.get("peft_type") != "LORA":
         problems.append(f"peft_type is {settings.get('peft_type')}, expected LORA")

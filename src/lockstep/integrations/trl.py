@@ -1,0 +1,460 @@
+"""Lockstep inside of TRL's GRPOTrainer and RLOOTrainer: record, watch, correct, and equal numbers.
+
+    class Trainer(LockstepMixin, GRPOTrainer): ...
+
+    Trainer(
+        model=LockstepForCausalLM.from_pretrained(NAME),    # both sides on one decoder: KL is 0
+        sampler=Sampler(),
+        correction=Correction.mis(),                        # in place of TRL's own weights
+        ...                                                 # as for GRPOTrainer
+    )
+
+`lockstep.watch(trainer)` records in a trainer that exists already. Nothing here imports TRL.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lockstep.correction.config import Correction
+from lockstep.correction.tokens import TokenFacts
+from lockstep.correction.weighing import correct, measure, merged
+from lockstep.doctor.watch import Watch
+from lockstep.engines.config import EmbeddedConfig
+from lockstep.engines.embedded.engine import EmbeddedEngine
+from lockstep.errors import CapabilityError, ConfigError, LockstepError, MismatchError, named
+from lockstep.launch.event_loop import run_to_end
+from lockstep.types import Request, SamplingParams, frozen_ids
+
+TESTED = "1.16"
+"""Release of TRL that tests/parity/test_trl.py runs."""
+HOOKS = (
+    "_generate_single_turn", "_generate_and_score_completions",
+    "_get_per_token_logps_and_entropies", "_compute_loss",
+)  # fmt: skip
+"""Methods of TRL's trainer that the mixin extends."""
+COLUMNS = ("completion_ids", "completion_mask", "advantages")
+"""Columns of a batch of generations that are read here; the watch reads more."""
+LOGGED = tuple(
+    f"mismatch/{name}" for name in ("k1", "k3", "max_abs_diff", "compared_tokens", "unequal_tokens")
+)
+_log = logging.getLogger(__name__)
+
+
+def watch(
+    target: Any,
+    *,
+    directory: str | Path | None = None,
+    tokenizer: Any = None,
+    strict: bool = False,
+    **options: Any,
+) -> Watch:
+    """Watches a training run of another trainer. `lockstep.watch` is this function.
+
+    target: a trainer of TRL, which is watched from here on, or the directory to write to: then
+    hand over each step's batch, `watch.verl(batch, step=...)`. directory: where a trainer's rows
+    and page are written; by default OUTPUT_DIR/doctor. tokenizer and options (rows, every,
+    on_cause, max_share, renderer, facts): as for `Watch`. strict: as for `LockstepMixin`.
+
+    >>> import tempfile
+    >>> watching = watch(tempfile.mkdtemp())
+    >>> row = {"token_ids": [5, 6], "loss_mask": [0, 1], "rollout_logprobs": [None, 0.5]}
+    >>> watching.rows([row], step=0)["doctor/positive"]
+    1.0
+    """
+    if isinstance(target, str | os.PathLike):
+        if directory is not None:
+            raise ConfigError(f"watch({str(target)!r}) names the directory: leave directory= out.")
+        return Watch(Path(target), tokenizer=tokenizer, **options)
+    if not hasattr(target, "_generate_and_score_completions"):
+        raise ConfigError(
+            f"lockstep.watch takes a GRPOTrainer of TRL, or a directory; found a "
+            f"{type(target).__name__}. For any other trainer: watch = lockstep.watch(DIRECTORY), "
+            "then watch.verl, .slime, .prime_rl, .tinker or .rows in its loop."
+        )
+    place = Path(target.args.output_dir) / "doctor" if directory is None else Path(directory)
+    tokenizer = tokenizer or getattr(target, "processing_class", None)
+    watching = Watch(place, tokenizer=tokenizer, **options)
+    kind = type(target)
+    if not isinstance(target, LockstepMixin):
+        target.__class__ = type(kind.__name__, (LockstepMixin, kind), {})
+    target._lockstep = _Session(trainer=target, watching=watching, strict=strict)
+    return watching
+
+
+class LockstepMixin:
+    """Goes before GRPOTrainer or RLOOTrainer in the bases of a class.
+
+    Each row's two log-probs are compared before its first update, and logged as `mismatch/...`.
+    With TRL's loss on the sampled policy this costs no forward. Whatever fails here is reported in
+    one sentence, and the trainer goes on alone; with `strict` it raises.
+    """
+
+    _lockstep: _Session | None = None
+
+    def __init__(
+        self,
+        *args: Any,
+        watch: bool | Mapping[str, Any] = True,
+        correction: Correction | None = None,
+        sampler: Sampler | None = None,
+        strict: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """watch: options of `lockstep.watch`; False records nothing. correction: replaces TRL's
+        importance weights. sampler: samples in place of TRL's `generate` or vLLM, the turns after
+        a tool's answer too. Everything else goes to TRL.
+
+        Raises ConfigError for a correction that this trainer cannot apply.
+        """
+        super().__init__(*args, **kwargs)
+        levels = ("sequence", "geometric")
+        if correction and not hasattr(self, "loss_type") and correction.level not in levels:
+            raise ConfigError(
+                f"correction.level={correction.level}: RLOOTrainer has one ratio for a reply; "
+                "expected sequence or geometric."
+            )
+        if watch is not False:
+            globals()["watch"](self, strict=strict, **({} if watch is True else watch))
+        session = self._lockstep or _Session(trainer=self, watching=None, strict=strict)
+        self._lockstep = session
+        session.correction, session.sampler = correction, sampler
+        _use_decoder(self)
+
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **more: Any) -> Any:
+        session = self._lockstep
+        if session is None or session.sampler is None:
+            return super()._generate_single_turn(prompt_ids, *args, **more)
+        ids, logprobs = session.sampler.sample(prompt_ids, self)
+        session.logprobs = logprobs
+        return (ids, logprobs) if hasattr(self, "rollout_func") else ids  # RLOO takes ids alone
+
+    def _generate_and_score_completions(self, inputs: Any, *args: Any, **more: Any) -> Any:
+        session = self._lockstep
+        if session is None or not self.model.training:
+            return super()._generate_and_score_completions(inputs, *args, **more)
+        session.scores = []
+        batch = super()._generate_and_score_completions(inputs, *args, **more)
+        return session.guarded(lambda: session.take_batch(batch)) or batch
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **more: Any) -> Any:
+        found = super()._get_per_token_logps_and_entropies(*args, **more)
+        session = self._lockstep
+        if session is not None:
+            session.scores.append(found[0].detach())
+            if session.in_loss is not None:
+                session.guarded(session.take_loss)
+                session.in_loss = None
+        return found
+
+    def _compute_loss(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+        session = self._lockstep
+        if session is not None and "lockstep_row" in inputs:
+            inputs = dict(inputs)  # the weights of this pass are put into it
+            session.scores, session.in_loss = [], inputs
+        return super()._compute_loss(model, inputs, *args, **more)
+
+
+@dataclass(kw_only=True)
+class _Session:
+    """A trainer, and its batch of generations on the way to the first loss."""
+
+    trainer: Any
+    watching: Watch | None
+    strict: bool
+    correction: Correction | None = None
+    sampler: Sampler | None = None
+    scores: list[Any] = field(default_factory=list[Any])
+    """Log-probs [rows, tokens] that TRL has computed since this was emptied."""
+    logprobs: Sequence[Sequence[float]] | None = None
+    """The sampler's, of the last turn."""
+    in_loss: dict[str, Any] | None = None
+    """Inputs of the loss that is being computed, if its log-probs are wanted."""
+    waiting: dict[str, Any] | None = None
+    """A batch whose trainer's log-probs come with its losses."""
+    num_seen: int = 0
+    """Rows of it that have them."""
+    reports: list[Any] = field(default_factory=list[Any])
+    is_off: bool = False
+
+    def __post_init__(self) -> None:
+        trainer, found = self.trainer, _version_of_trl()
+        if found and not f"{found}.".startswith(f"{TESTED}."):
+            _log.warning("lockstep: tested with TRL %s, found %s: it is tried.", TESTED, found)
+        own = super(LockstepMixin, trainer)
+        self.guarded(lambda: _check_there(HOOKS, [name for name in HOOKS if hasattr(own, name)]))
+        if self.watching is not None:
+            _tell_facts(self.watching, trainer)
+            trainer.add_callback(_PageAtEnd(self.watching))
+
+    def guarded(self, function: Callable[[], Any]) -> Any:
+        """The function's value. None if it fails: then nothing is done from here on."""
+        if self.is_off:
+            return None
+        try:
+            return function()
+        except MismatchError:
+            raise  # of a watch with on_cause="raise"
+        except Exception as error:
+            if self.strict:
+                raise
+            self.is_off = True
+            text = str(error) if isinstance(error, LockstepError) else named(error)
+            step = getattr(self.trainer.state, "global_step", 0)
+            _log.warning("step %s: lockstep: ends here, training goes on: %s", step, text)
+            return None
+
+    def take_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """A batch of generations as TRL is to train on it."""
+        _check_there(COLUMNS, batch)
+        batch, self.reports, self.waiting = dict(batch), [], None
+        if "old_logps" in batch and self.scores:  # RLOO keeps their sums alone
+            batch["old_per_token_logps"] = self.scores[0]
+        if self.logprobs is not None and "sampling_per_token_logps" not in batch:
+            batch["sampling_per_token_logps"] = _padded(self.logprobs, batch["completion_ids"])
+        self.logprobs = None
+        is_waiting = "sampling_per_token_logps" in batch and "old_per_token_logps" not in batch
+        if is_waiting:
+            self.waiting, self.num_seen = dict(batch), 0
+            batch["lockstep_row"] = torch.arange(len(batch["completion_ids"]))
+            return batch
+        seen = dict(batch)
+        if "sampling_per_token_logps" in batch:
+            self.weigh(batch, batch["old_per_token_logps"])
+        self.look(seen)
+        return batch
+
+    def take_loss(self) -> None:
+        """Weighs the rows of a loss, whose log-probs TRL has just computed."""
+        inputs, logprobs = self.in_loss, self.scores[0]
+        assert inputs is not None, "called inside of a loss"
+        self.weigh(inputs, logprobs)
+        if (batch := self.waiting) is None:  # the rows' second pass
+            return
+        rows = inputs["lockstep_row"]
+        column = batch.setdefault(
+            "old_per_token_logps", logprobs.new_zeros(batch["completion_ids"].shape)
+        )
+        column[rows] = logprobs
+        self.num_seen += len(rows)
+        if self.num_seen >= len(column):
+            self.waiting = None
+            self.look(batch)
+
+    def weigh(self, inputs: dict[str, Any], logprobs: Any) -> None:
+        """Measures the gap of some rows and puts weights into the inputs of their loss."""
+        mask = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
+        rollout, advantages = inputs["sampling_per_token_logps"], inputs["advantages"]
+        if self.correction is None:
+            self.reports.append(measure(logprobs, rollout, layout=mask))
+            return
+        by_token = advantages[:, None].expand_as(mask) if advantages.ndim == 1 else advantages
+        facts = TokenFacts(advantages=by_token)
+        found = correct(logprobs, rollout, self.correction, layout=mask, facts=facts)
+        self.reports.append(found.report)
+        if "importance_sampling_ratio" in inputs:  # TRL's own, of vLLM
+            inputs["importance_sampling_ratio"] = found.weights.masked_fill(~mask, 1.0)
+        elif "old_logps" in inputs:
+            inputs["advantages"] = advantages * found.weights.amax(1)
+        else:
+            by_token = by_token if found.penalty is None else by_token + found.penalty
+            inputs["advantages"] = by_token * found.weights
+
+    def look(self, batch: dict[str, Any]) -> None:
+        """Logs the gap and the causes of a batch that has all its log-probs."""
+        trainer, found = self.trainer, dict[str, float]()
+        if self.reports:
+            figures = merged(self.reports).to_metrics()
+            found = {
+                name: value
+                for name, value in figures.items()
+                if name.startswith("correction/") or name in LOGGED
+            }
+        if self.watching is not None:
+            found |= self.watching.trl(
+                batch, step=trainer.state.global_step, group_size=trainer.num_generations
+            )
+        logged: Any = getattr(trainer, "_metrics", {}).get("train")
+        for name, value in found.items() if logged is not None else ():
+            logged[name].append(value)
+
+
+class Sampler:
+    """Samples a trainer's replies with the embedded engine, from the decoder that it trains.
+
+    The mixin's `sampler`; a `rollout_func` of GRPOTrainer too. Log-probs are of the full
+    distribution at TRL's temperature, also with top_p and top_k.
+    """
+
+    def __init__(self, config: EmbeddedConfig | None = None) -> None:
+        self.config = config or EmbeddedConfig()
+        self._made: tuple[Any, Any] | None = None
+        """(decoder, its engine)."""
+        self._drawn = (-1, 0)
+        """(step, requests of that step)."""
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """TRL's `rollout_func`: prompts become ids as TRL writes them."""
+        prompt_ids = trainer._tokenize_prompts(prompts)[0]
+        ids, logprobs = self.sample(prompt_ids, trainer)
+        return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": logprobs}
+
+    def sample(
+        self, prompt_ids: Sequence[Sequence[int]], trainer: Any
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """(ids, log-probs) of a reply to each prompt. Raises ConfigError for another model."""
+        decoder, step = _decoder_model(trainer).for_engine(), trainer.state.global_step
+        if self._made is None or self._made[0] is not decoder:
+            self._made = decoder, EmbeddedEngine(decoder, self.config)
+            self._drawn = (-1, 0)
+        engine = self._made[1]
+        is_first, params = self._drawn[0] != step, _params_of(trainer)
+        number = 0 if is_first else self._drawn[1]
+        self._drawn = (step, number + len(prompt_ids))
+        where = f"{trainer.args.seed}/{trainer.accelerator.process_index}/{step}"
+        requests: list[Request] = []
+        for at, ids in enumerate(prompt_ids, start=number):
+            room = engine.max_tokens - len(ids)
+            requests.append(
+                Request(
+                    id=f"{where}/{at}",
+                    prompt_ids=frozen_ids(ids, where="prompt_ids"),
+                    sampling=replace(params, max_tokens=max(min(params.max_tokens, room), 1)),
+                    seed=zlib.crc32(f"{where}/{at}".encode()) << 32 | at,
+                )
+            )
+
+        async def all_of_them() -> list[tuple[list[int], list[float]]]:
+            if is_first:
+                await engine.load_weights(None, version=step)
+            return await asyncio.gather(*(_reply(engine, request) for request in requests))
+
+        found = run_to_end(all_of_them())
+        return [ids for ids, _ in found], [logprobs for _, logprobs in found]
+
+
+async def _reply(engine: Any, request: Request) -> tuple[list[int], list[float]]:
+    deltas = [delta async for delta in engine.generate(request)]
+    ids, logprobs = (
+        np.concatenate([getattr(d, n) for d in deltas]) for n in ("token_ids", "logprobs")
+    )
+    return ids.tolist(), logprobs.tolist()
+
+
+def _params_of(trainer: Any) -> SamplingParams:
+    args = trainer.args
+    more = dict(args.generation_kwargs or {})
+    limit = more.pop("max_new_tokens", trainer.max_completion_length)
+    more |= {} if args.min_p is None else {"min_p": args.min_p}
+    more |= {} if args.repetition_penalty == 1 else {"repetition_penalty": args.repetition_penalty}
+    if more:
+        raise ConfigError(
+            f"lockstep.integrations.trl.Sampler does not know {', '.join(more)}: it takes "
+            "temperature, top_p, top_k and max_new_tokens. Leave them out of the GRPOConfig."
+        )
+    return SamplingParams(
+        max_tokens=limit,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k or 0,
+        stop_ids=tuple(trainer.eos_token_ids),
+    )
+
+
+# -- the trainer's model ---------------------------------------------------------------------------
+
+
+def _base(model: Any) -> Any:
+    """The model inside of PEFT's."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _decoder_model(trainer: Any) -> Any:
+    model = _base(trainer.accelerator.unwrap_model(trainer.model))
+    if not hasattr(model, "for_engine"):
+        raise ConfigError(
+            f"Sampler samples from a LockstepForCausalLM; found a {type(model).__name__}. Load the "
+            "model by lockstep.integrations.causal_lm.LockstepForCausalLM.from_pretrained(NAME)."
+        )
+    return model
+
+
+def _use_decoder(trainer: Any) -> None:
+    """Lets the decoder compute the log-probs: TRL has put a head of its own over its forward. The
+    reference policy becomes a decoder too."""
+    mine = _base(trainer.model)
+    if not hasattr(mine, "for_engine"):
+        return
+    if trainer.ref_model is not None:
+        theirs = type(mine).from_pretrained(mine.config.checkpoint, dtype=mine.dtype)
+        theirs.to(trainer.accelerator.device).requires_grad_(False)
+        trainer.ref_model = trainer.accelerator.prepare_model(theirs, evaluation_mode=True)
+    for model in (mine, _base(trainer.ref_model)):
+        if model is not None:
+            vars(model).pop("forward", None)
+            model.temperature = trainer.temperature
+
+
+# -- pieces ----------------------------------------------------------------------------------------
+
+
+def _version_of_trl() -> str:
+    try:
+        return version("trl")
+    except PackageNotFoundError:
+        return ""
+
+
+def _check_there(expected: Sequence[str], found: Any) -> None:
+    if missing := [name for name in expected if name not in found]:
+        raise CapabilityError(
+            f"this trainer (TRL {_version_of_trl() or 'not installed'}) has no "
+            f"{', '.join(missing)}; TRL {TESTED} has. Install that release."
+        )
+
+
+def _padded(rows: Sequence[Sequence[float]], like: Any) -> Any:
+    """[B, T] float32, on the device of `like` [B, T], zeros after the end of a row."""
+    out = torch.zeros(like.shape)
+    for number, row in enumerate(rows):
+        out[number, : len(row)] = torch.tensor(row)
+    return out.to(like.device)
+
+
+def _tell_facts(watching: Watch, trainer: Any) -> None:
+    args = trainer.args
+    if getattr(trainer, "rollout_func", None) is None:  # else only it knows how replies end
+        watching.learn(stop_ids=frozenset(getattr(trainer, "eos_token_ids", ())))
+    config = getattr(trainer.model, "config", None)
+    watching.learn(
+        model=str(getattr(config, "_name_or_path", "")),
+        temperature=getattr(args, "temperature", None),
+        top_p=getattr(args, "top_p", None),
+        top_k=getattr(args, "top_k", None),
+    )
+
+
+class _PageAtEnd:
+    """A TrainerCallback, without importing transformers: it writes the page when training ends."""
+
+    def __init__(self, watching: Watch) -> None:
+        self._watching = watching
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._watching.try_page()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if not name.startswith("on_"):
+            raise AttributeError(name)
+        return lambda *_, **__: None
