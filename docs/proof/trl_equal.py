@@ -69,8 +69,9 @@ def make_trainer(
 ) -> Any:  # fmt: skip
     """A trainer of TRL with the mixin, the decoder and the engine. settings: of its config. parts:
     its arguments."""
-    import datasets
     import trl
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
     from peft import LoraConfig
     from transformers import AutoTokenizer
 
@@ -80,6 +81,7 @@ def make_trainer(
     kind = type("Trainer", (LockstepMixin, getattr(trl, base)), {})
     decoder = LockstepForCausalLM.from_pretrained(model)
     adapter = LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", target_modules="all-linear")
+    prompts = InMemoryTable.from_pylist([{"prompt": prompt} for prompt in PROMPTS * 4])
     arguments = {
         "output_dir": str(out), "num_generations": 4, "per_device_train_batch_size": 4,
         "gradient_accumulation_steps": 4, "max_completion_length": 24, "learning_rate": 1e-3,
@@ -91,7 +93,8 @@ def make_trainer(
         "args": getattr(trl, base.replace("Trainer", "Config"))(**arguments | (settings or {})),
         "processing_class": AutoTokenizer.from_pretrained(decoder.config.checkpoint),
         "reward_funcs": [share_of_digits],
-        "train_dataset": datasets.Dataset.from_list([{"prompt": p} for p in PROMPTS * 4]),
+        # A fingerprint of its own: datasets 5.2 cannot pickle some builds of pyarrow for one.
+        "train_dataset": Dataset(prompts, fingerprint="prompts"),
         "peft_config": adapter if lora else None,
         "sampler": Sampler(),
         "strict": True,
@@ -118,7 +121,7 @@ def gap_of(trainer: Any) -> dict[str, Any]:
 
 def measured(model: str, steps: int, *, lora: bool) -> dict[str, Any]:
     with TemporaryDirectory() as place:
-        directory = write_small_model(Path(place) / "model") if not model else model
+        directory = model or write_small_model(Path(place) / "model")
         trainer = make_trainer(
             directory, Path(place) / "out", lora=lora, settings={"max_steps": steps}
         )

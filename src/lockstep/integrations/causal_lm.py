@@ -43,6 +43,7 @@ from lockstep.models.lora_config import AdapterSite, LoraShape, lora_sites
 from lockstep.models.peft_format import unknown_settings
 from lockstep.models.shapes import HFPiece, decoder_layout
 from lockstep.ops.context import PackedContext, take_rows
+from lockstep.ops.invariant import ask_for_reproducible_gemm
 from lockstep.run.build import choose_numerics
 
 Tensor = torch.Tensor
@@ -197,6 +198,7 @@ class LockstepForCausalLM(PreTrainedModel):
             self.generation_config = GenerationConfig.from_pretrained(place)
         else:
             self.generation_config = GenerationConfig(**{key: getattr(config, key) for key in ids})
+        ask_for_reproducible_gemm()
         self.numerics = choose_numerics(config.contract, self.decoder)
         """`is_kept`: True if the contract holds on this machine; `line` gives the reason."""
         self.post_init()

@@ -225,7 +225,10 @@ class _Session:
             batch["sampling_per_token_logps"] = _padded(self.logprobs, batch["completion_ids"])
         self.logprobs = None
         is_waiting = "sampling_per_token_logps" in batch and "old_per_token_logps" not in batch
-        if is_waiting:
+        by_batch = self.correction
+        if is_waiting and by_batch and (by_batch.is_normalized or by_batch.changes_advantages):
+            batch["old_per_token_logps"] = self.score(batch)
+        elif is_waiting:
             self.waiting, self.num_seen = dict(batch), 0
             batch["lockstep_row"] = torch.arange(len(batch["completion_ids"]))
             return batch
@@ -234,6 +237,20 @@ class _Session:
             self.weigh(batch, batch["old_per_token_logps"])
         self.look(seen)
         return batch
+
+    def score(self, batch: dict[str, Any]) -> torch.Tensor:
+        """The trainer's log-probs of a batch, by a forward of its own: for a correction whose
+        weights depend on all rows at once."""
+        ids, mask = (
+            torch.cat([batch[f"prompt_{part}"], batch[f"completion_{part}"]], 1)
+            for part in ("ids", "mask")
+        )
+        trainer, size = self.trainer, self.trainer.args.per_device_train_batch_size
+        width = batch["completion_ids"].shape[1]
+        with torch.no_grad():
+            return trainer._get_per_token_logps_and_entropies(
+                trainer.model, ids, mask, width, batch_size=size
+            )[0]
 
     def take_loss(self) -> None:
         """Weighs the rows of a loss, whose log-probs TRL has just computed."""

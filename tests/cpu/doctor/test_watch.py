@@ -273,11 +273,6 @@ def test_options_that_cannot_be_are_refused(tmp_path, options, message):
         lockstep.watch(tmp_path, **options)
 
 
-def test_an_object_that_is_no_trainer_is_refused_with_what_to_do():
-    with pytest.raises(ConfigError, match="SimpleNamespace"):
-        lockstep.watch(SimpleNamespace(step=1))
-
-
 def test_a_tokenizer_of_another_vocabulary_is_named_and_left_out(tmp_path):
     directory = str(locate_model("tiny-qwen3"))
     watching = Watching(tmp_path, tokenizer=directory)
@@ -557,80 +552,6 @@ def test_rows_of_your_own_may_be_lists_arrays_or_tensors(tmp_path):
     found = watching.watch.rows(own_rows(shifted()), step=2)
     assert found["doctor/rows"] == 16 and found["doctor/shifted"] == 1.0
     assert diagnose(tmp_path / "step-000002-rank-0.parquet").setting.trainer == "mine"
-
-
-# -- a GRPOTrainer ---------------------------------------------------------------------------------
-
-
-class FakeTrainer:
-    """The parts of a GRPOTrainer that the watch uses."""
-
-    num_generations, rollout_func, eos_token_ids = 2, None, [3]
-
-    def __init__(self, out, batch):
-        self.args = SimpleNamespace(output_dir=str(out), temperature=1.0, top_p=1.0, top_k=0)
-        self.model = SimpleNamespace(training=True, config=SimpleNamespace(_name_or_path="a/b"))
-        self.state = SimpleNamespace(global_step=0)
-        self.processing_class = None
-        self._metrics = {"train": {}}
-        self.batch, self.callbacks = batch, []
-
-    def _generate_and_score_completions(self, inputs):
-        return self.batch
-
-    def add_callback(self, callback):
-        self.callbacks.append(callback)
-
-    def train(self):
-        for name in ("doctor/rows", "doctor/causes", "time/doctor_seconds"):
-            self._metrics["train"][name] = []
-        out = self._generate_and_score_completions(["a prompt"])
-        for event in ("on_step_end", "on_log", "on_train_end"):
-            for callback in self.callbacks:
-                assert getattr(callback, event)(self.args, self.state, None) is None
-        return out
-
-
-def test_a_trainer_is_watched_from_the_call_on_and_logs_the_metrics(tmp_path):
-    batch = trl_batch()
-    trainer = FakeTrainer(tmp_path, batch)
-    watching = lockstep.watch(trainer)
-    assert trainer.train() is batch
-    assert trainer._metrics["train"]["doctor/rows"] == [2]
-    assert (tmp_path / "doctor" / "doctor.html").exists()
-    facts = watching.facts
-    assert (facts.trainer, facts.model, facts.temperature) == ("trl", "a/b", 1.0)
-    assert facts.stop_ids == frozenset({3})
-
-
-def test_generations_of_an_evaluation_are_not_looked_at(tmp_path):
-    trainer = FakeTrainer(tmp_path, trl_batch())
-    lockstep.watch(trainer, directory=tmp_path / "elsewhere")
-    trainer.model.training = False
-    trainer.train()
-    assert trainer._metrics["train"]["doctor/rows"] == []
-    assert not (tmp_path / "elsewhere").exists()
-
-
-def test_a_trainer_whose_batches_changed_trains_on_without_the_watch(tmp_path, caplog):
-    trainer = FakeTrainer(tmp_path, {"other": torch.zeros(2)})
-    lockstep.watch(trainer)
-    assert trainer.train() is trainer.batch
-    assert "the watch ends here, training goes on" in caplog.text
-
-
-def test_the_tokenizer_of_the_trainer_is_kept_for_the_command(tmp_path):
-    text = (locate_model("tiny-qwen3") / "tokenizer.json").read_text()
-    trainer = FakeTrainer(tmp_path, trl_batch())
-    trainer.processing_class = SimpleNamespace(
-        name_or_path="", backend_tokenizer=SimpleNamespace(to_str=lambda: text)
-    )
-    lockstep.watch(trainer)
-    trainer.train()
-    assert sorted(path.name for path in (tmp_path / "doctor").iterdir()) == [
-        "causes-rank-0.json", "doctor.html", "step-000000-rank-0.parquet", "tokenizer.json",
-    ]  # fmt: skip
-    assert diagnose(tmp_path / "doctor").setting.tokenizer.vocab_size == 550
 
 
 # -- several processes -----------------------------------------------------------------------------
