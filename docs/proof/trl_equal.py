@@ -2,11 +2,14 @@
 
     python docs/proof/trl_equal.py --packages DIR [--steps 50] [--json FILE]
     python docs/proof/trl_equal.py --packages DIR --model smollm2-135m --steps 5
+    python docs/proof/trl_equal.py --packages DIR --times [--steps 6]
 
 It trains a small random model on prompts of unlike lengths, without an adapter and with PEFT's
 LoRA, in micro-batches that are padded on both sides. --model takes any other model that Lockstep
 reads. Each line has the tokens that were compared, the tokens whose two log-probs differ in a bit,
-and the largest KL of a step. DIR has TRL:
+and the largest KL of a step. --times compares the processor time of a step, on a wider model: with
+the decoder alone, with the watch, with a correction, and with the weights that TRL computes for
+vLLM. DIR has TRL:
 
     pip install --target DIR --no-deps trl==1.16.0 datasets dill multiprocess xxhash pandas httpx \\
         pyarrow
@@ -18,7 +21,10 @@ import argparse
 import importlib.metadata
 import json
 import os
+import statistics
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -42,14 +48,15 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=out, pad_token="<pad>", eos_token="<eos>")
 
 
-def write_small_model(directory: Path) -> Path:
+def write_small_model(directory: Path, *, width: int = 64) -> Path:
     """A random Qwen3 of two layers, whose replies end soon, or late."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=len(CHARACTERS) + 2, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        vocab_size=len(CHARACTERS) + 2, hidden_size=width, intermediate_size=2 * width,
+        num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
         initializer_range=0.1, eos_token_id=1, pad_token_id=0, tie_word_embeddings=True,
     )  # fmt: skip
@@ -130,15 +137,71 @@ def measured(model: str, steps: int, *, lora: bool) -> dict[str, Any]:
         return {"lora": lora, **gap_of(trainer), "contract": line.partition(";")[0]}
 
 
+class Clock:
+    """A callback: processor seconds of each step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._began = time.process_time()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.seconds.append(time.process_time() - self._began)
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if not name.startswith("on_"):
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+
+def times(steps: int, *, rounds: int = 3) -> dict[str, Any]:
+    """Processor seconds of a step in each way, and their ratio to the first. The ways take turns,
+    and the first step of each turn does not count."""
+    from lockstep.correction import Correction
+
+    ways: dict[str, dict[str, Any]] = {
+        "alone": {"watch": False},
+        "watch": {"watch": True},
+        "correction": {"watch": False, "correction": Correction.mis()},
+        "weights of TRL": {"watch": False},
+    }
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    with TemporaryDirectory() as place:
+        model = write_small_model(Path(place) / "model", width=512)
+        for number in range(rounds):
+            for name, parts in ways.items():
+                out = Path(place) / f"{name} {number}"
+                trainer = make_trainer(
+                    model, out, settings={"max_steps": steps, "max_completion_length": 64}, **parts
+                )
+                if name == "weights of TRL":  # its own code; the sampler stands in for vLLM
+                    trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+                trainer.add_callback(clock := Clock())
+                trainer.train()
+                found[name] += clock.seconds[1:]
+    seconds = {name: statistics.median(values) for name, values in found.items()}
+    alone = seconds["alone"]
+    return {
+        "cpu_seconds": {name: round(value, 4) for name, value in seconds.items()},
+        "ratio": {name: round(value / alone, 4) for name, value in seconds.items()},
+        "steps": len(found["alone"]),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--packages", default="", help="a folder that has TRL for this Python")
     parser.add_argument("--model", default="", help="in place of the small random model")
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--times", action="store_true")
     parser.add_argument("--json", default="", help="a file for the result")
     options = parser.parse_args()
     if options.packages:
         sys.path.append(options.packages)
+    if options.times:
+        print(json.dumps(times(options.steps)))
+        return
     runs = []
     for lora in (False, True):
         runs.append(measured(options.model, options.steps, lora=lora))

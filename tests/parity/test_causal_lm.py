@@ -162,6 +162,14 @@ def test_rows_that_positions_begin_again_do_not_see_each_other(ours, padded):
     assert joined[4] == 0, "the second row's first token has no token before it"
 
 
+def test_a_row_without_tokens_changes_no_other(ours, padded):
+    batch = {name: column.clone() for name, column in padded[0].items()}
+    batch["attention_mask"][2], batch["labels"][2] = 0, IGNORED
+    found, expected = ours(**batch).log_probs, ours(**padded[0]).log_probs
+    others = [0, 1, 3]
+    assert torch.equal(found[others], expected[others]) and not found[2].any()
+
+
 def test_a_saved_model_is_read_by_transformers_and_by_us(theirs, ours, padded, tmp_path):
     ids = padded[0]["input_ids"]
     (tmp_path / "checkpoint-1").mkdir()

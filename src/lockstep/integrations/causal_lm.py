@@ -73,10 +73,8 @@ class LockstepConfig(PreTrainedConfig):
     def from_pretrained(cls, name: str | Path, **options: Any) -> LockstepConfig:
         """name: as for the setting `model`: a directory, a shipped model, a model of the hub."""
         root = locate_model(str(name))
-        theirs, ours = (
-            read_json(root / "config.json", CheckpointError),
-            ModelConfig.from_directory(root),
-        )
+        theirs = read_json(root / "config.json", CheckpointError)
+        ours = ModelConfig.from_directory(root)
         ids = {key: theirs.get(key) for key in ("eos_token_id", "bos_token_id", "pad_token_id")}
         return cls(
             checkpoint=str(root),
@@ -100,7 +98,6 @@ class ScoredOutput(CausalLMOutput):
     log_probs: Tensor | None = None
     """Log-prob of each label, given the tokens before it, at the model's `temperature`."""
     entropy: Tensor | None = None
-    aux_loss: Tensor | None = None
 
 
 class HFWeight(nn.Module):
@@ -265,12 +262,11 @@ class LockstepForCausalLM(PreTrainedModel):
         is_token_BL = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         is_token_BL = is_token_BL.bool()
         places_BL = is_token_BL.flatten().cumsum(0).view_as(is_token_BL) - 1
-        if position_ids is None:
-            position_ids = is_token_BL.cumsum(1) - 1
-        positions_T = position_ids.expand_as(input_ids)[is_token_BL]
-        begins_T = torch.ones_like(positions_T, dtype=torch.bool)
-        begins_T[1:] = positions_T[1:] != positions_T[:-1] + 1
-        begins_T[places_BL.gather(1, is_token_BL.int().argmax(1, keepdim=True)).clamp(min=0)] = True
+        in_row_BL = is_token_BL.cumsum(1) - 1
+        positions_T = in_row_BL if position_ids is None else position_ids.expand_as(input_ids)
+        positions_T = positions_T[is_token_BL]
+        begins_T = in_row_BL[is_token_BL] == 0
+        begins_T[1:] |= positions_T[1:] != positions_T[:-1] + 1
         starts = begins_T.nonzero()[:, 0]
         sizes = starts.diff(append=starts.new_tensor([len(begins_T)])).tolist()
         context = PackedContext.of(sizes, device=device)
