@@ -100,6 +100,9 @@ class TokenBatch:
     num_all: int = 0
     sizes: Int64Array | None = None
     """[num_rows]: tokens of each row, on the host. None counts them, which waits for a GPU."""
+    mask: Tensor | None = None
+    """[T] bool: the tokens that count, where others are left in place with columns of 0.0. None:
+    all."""
     listed: Tensor | None = None
     """[T, K] float32 nats, of the trained policy at the ids of the column `teacher_ids`; carries
     gradient. None without that column."""
@@ -121,7 +124,7 @@ class TokenBatch:
     def layout(self) -> Layout:
         """The rows of the tokens, for losses that need sums over a row."""
         if self.sizes is not None:
-            return Layout.packed(self.sizes)
+            return Layout.packed(self.sizes, self.mask)
         return Layout.packed(torch.bincount(self.row, minlength=self.num_rows))
 
     def column(self, name: str) -> Tensor:
