@@ -1,5 +1,5 @@
-"""What the modules for verl, slime and prime-rl share: settings, one loss of tokens, and the rule
-that a failure here never ends somebody else's training."""
+"""The shared part of the modules for verl, slime and prime-rl: settings, one loss of tokens, and the
+rule that a failure here never ends somebody else's training."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def check_version(package: str, tested: str) -> None:
 
 
 def hook_of(owner: Any, name: str, *, tested: str) -> Any:
-    """A function or class of the trainer. owner: what has it; a string is a module to import.
+    """A function or class of the trainer. owner: its module or class; a string is imported.
 
     Raises CapabilityError if it has none of this name.
     """

@@ -5,8 +5,8 @@
     import_path = "lockstep.integrations.prime_rl.loss"
     kwargs = { correction = "icepop", objective = "dppo", watch = "/data/doctor" }
 
-prime-rl makes one update of a batch, so the policy before the update is the one in training: its
-log-probs are those of the forward. The token export of a run is read by `lockstep doctor`.
+prime-rl makes one update of a batch, so the policy before the update is the one in training, and
+the forward has its log-probs. The token export of a run is read by `lockstep doctor`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EXPORT = "prime_rl.trainer.rl.token_export"
 def loss(inputs: Any, **settings: Any) -> Any:
     """The loss of one sequence: a sum over its tokens, which the trainer divides.
 
-    settings: those of `Settings`, nested or by dotted names. The figures are means over the
+    settings: as in `Settings`, nested or by dotted names. The figures are means over the
     sequence's tokens, and stay on the device.
     """
     layout = Layout.packed([len(inputs.loss_mask)], inputs.loss_mask)

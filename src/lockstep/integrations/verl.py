@@ -144,8 +144,8 @@ class Callback:
     """
 
     def __init__(self, config: Any = None) -> None:
-        """config: all settings of the run. Raises ConfigError for a correction whose anchor is not
-        that of verl's mode."""
+        """config: all settings of the run. Raises ConfigError for a correction whose anchor
+        contradicts verl's mode."""
         known = settings()
         check_version("verl", TESTED)
         has_bypass = bool(_get(config, "algorithm", "rollout_correction", "bypass_mode"))
