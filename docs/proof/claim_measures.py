@@ -317,7 +317,7 @@ def pretrained_replies(seed: int) -> Figures:
     encoding by its tokenizer."""
     sums = ROOT / "examples" / "sums.py"
     task = (f"task.path={sums}:tasks", f"task.reward={sums}:reward", "max_tokens=128")
-    size = ("groups_per_step=4", "group_size=8", "agent.max_turn_tokens=48", "lora.rank=1")
+    size = ("groups_per_step=2", "group_size=4", "agent.max_turn_tokens=48", "lora.rank=1")
     short = ("steps=1", "evaluation=none", "contract=none", f"seed={seed}")
     words = ["model=smollm2-135m", *task, *size, *short]
     config = resolve(find_recipe("custom"), words)
@@ -340,6 +340,7 @@ def memory_of_experts() -> Figures:
     """MiB at the peak of 4,096 tokens through gpt-oss' 32 experts of width 512, without gradient:
     ours, and every token through every expert, as transformers did without gradient."""
     from measuring import used_by
+
     from moe import ACTIVE, EXPERTS, WIDTH, make_layer
 
     _, ours = make_layer("plain")
