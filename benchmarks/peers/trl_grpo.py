@@ -393,7 +393,7 @@ def search_parts(config: Config) -> dict[str, Any]:
         },
         "model": model,
         "reward_funcs": Judge(renderer, opening_ids),
-        "train_dataset": Dataset.from_list(rows),
+        "train_dataset": Dataset(InMemoryTable.from_pylist(rows), fingerprint="search"),
         "processing_class": tokenizer,
         "environment_factory": SearchWorld,
     }
