@@ -1,5 +1,4 @@
-"""A device that is not there: its tensors compute on the CPU, and what makes the host wait is
-counted.
+"""A device that is not there: its tensors compute on the CPU, and each wait of the host is counted.
 
 To torch they lie on the device "meta". The host sees their numbers through a copy alone, and an op
 that mixes them with tensors of the host is an error, as on a GPU.

@@ -1,5 +1,5 @@
-"""The shared part of the modules for verl, slime and prime-rl: settings, one loss of tokens, and the
-rule that a failure here never ends somebody else's training."""
+"""The shared part of the modules for verl, slime and prime-rl: settings, one loss of tokens, and
+the rule that a failure here never ends somebody else's training."""
 
 from __future__ import annotations
 

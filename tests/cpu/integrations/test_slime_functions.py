@@ -18,7 +18,7 @@ LENGTHS = [4, 2, 5]
 
 @pytest.fixture(autouse=True)
 def lockstep(monkeypatch):
-    """Sets the variable, and forgets what was said."""
+    """Sets the variable, and forgets earlier warnings."""
     common.say_once.cache_clear()
     common.watch_of.cache_clear()
     return lambda words: monkeypatch.setenv("LOCKSTEP", words)

@@ -29,7 +29,7 @@ def run(monkeypatch):
     trainer = type("PPOTrainer", (), {"_update_actor": lambda self, batch, metrics: "updated"})
     modules = SimpleNamespace(
         algorithms=SimpleNamespace(agg_loss=agg_loss),
-        trainer=SimpleNamespace(PPOTrainer=trainer, tq=None, **{verl.CORRECTION: None}),
+        trainer=SimpleNamespace(PPOTrainer=trainer, tq=None, **{verl.CORRECTION: agg_loss}),
     )
     monkeypatch.setitem(sys.modules, verl.ALGORITHMS, modules.algorithms)
     monkeypatch.setitem(sys.modules, verl.TRAINER, modules.trainer)
@@ -72,7 +72,7 @@ def test_the_loss_is_weighed_by_the_drivers_weights(run):
 
 
 def test_in_bypass_mode_the_forward_corrects_by_itself(run):
-    run("correction.reject.0.stat=ratio correction.reject.0.low=0.8 objective=ppo_clip")
+    run("""'correction.reject=[{"stat": "ratio", "low": 0.8}]'""")
     new, _, rollout, advantages = columns()
     loss, metrics = call(new, rollout, advantages)
     settings = verl.settings()
