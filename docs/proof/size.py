@@ -27,7 +27,7 @@ CEILINGS = {
     "agent": 7_027,
     "learn: training, correction, objectives": 5_158,
     "doctor": 7_599,
-    "integrations": 1_218,
+    "integrations": 1_227,
     "store, observe, report": 2_802,
     "environments and recipes": 4_121,
     "testing": 1_547,

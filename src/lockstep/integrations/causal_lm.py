@@ -51,10 +51,17 @@ Tensor = torch.Tensor
 IGNORED = -100
 """Label of a token that is not scored: the number that transformers takes."""
 IGNORABLE = (
-    "attn_implementation", "experts_implementation", "trust_remote_code", "local_files_only",
-    "low_cpu_mem_usage", "use_safetensors", "use_cache", "return_dict", "_from_auto",
+    "attn_implementation",
+    "experts_implementation",
+    "trust_remote_code",
+    "local_files_only",
+    "low_cpu_mem_usage",
+    "use_safetensors",
+    "use_cache",
+    "return_dict",
+    "_from_auto",
     "adapter_kwargs",
-)  # fmt: skip
+)
 """Arguments that choose among implementations of transformers."""
 
 

@@ -40,9 +40,11 @@ from lockstep.types import Request, SamplingParams, frozen_ids
 TESTED = "1.16"
 """Release of TRL that tests/parity/test_trl.py runs."""
 HOOKS = (
-    "_generate_single_turn", "_generate_and_score_completions",
-    "_get_per_token_logps_and_entropies", "_compute_loss",
-)  # fmt: skip
+    "_generate_single_turn",
+    "_generate_and_score_completions",
+    "_get_per_token_logps_and_entropies",
+    "_compute_loss",
+)
 """Methods of TRL's trainer that the mixin extends."""
 COLUMNS = ("completion_ids", "completion_mask", "advantages")
 """Columns of a batch of generations that are read here; the watch reads more."""
