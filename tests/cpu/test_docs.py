@@ -671,6 +671,23 @@ def investigation_rows() -> str:
     return table(("rung", "k1", "k2", *heads), rows)
 
 
+def doctor_wild_table() -> str:
+    """Verdicts of `python docs/proof/doctor_wild.py --half held`, by part and level."""
+    names = ("right", "undecided", "not shown", "wrong", "consistent")
+    rows: list[list[object]] = []
+    for part, by_level in proved("doctor-wild-held")["figures"].items():
+        for level, found in by_level.items():
+            if part == "healthy" and isinstance(found, dict):
+                quiet = f"{found['without_a_cause']} of {found['dumps']} without a cause"
+                rows.append([f"{level}: nothing is wrong", quiet, *[""] * 5])
+            elif isinstance(found, dict):
+                for kind in ("moves the gap", "moves little or nothing"):
+                    count = found[kind]
+                    told = f"{level}: {'two faults' if part == 'pairs' else 'one fault'}, {kind}"
+                    rows.append([told, sum(count.values()), *(count.get(n, 0) for n in names)])
+    return without_gaps(table(("level", "dumps", *names), rows))
+
+
 def pretrained_runs(part: str) -> str:
     seeds = dict(sorted(proved("pretrained")[part].items()))
 
@@ -809,6 +826,7 @@ TABLES = {
         for name in ("tinker", "slime", "retrospective", "kwaikat", "tokens", "newer")
     },
     "causes": causes_table,
+    "doctor-wild": doctor_wild_table,
     "methods": methods_table,
     "fallbacks": fallbacks_table,
     "investigation": investigation_rows,
