@@ -37,10 +37,9 @@ CASES: dict[str, tuple[str, int, bool, bool]] = {
     "infer-64k": ("log-probs of 64k tokens", 65536, False, False),
     "train-16k": ("a training step of 16k tokens", 16384, True, False),
     "train-16k-skewed": ("the same, all tokens to four experts", 16384, True, True),
-    "decode-8": ("200 decode steps of 8 tokens", 8, False, False),
+    "decode-8": ("decode steps of 8 tokens", 8, False, False),
 }
 """Name -> (in words, tokens, whether there are gradients, whether the routes are skewed)."""
-NUM_DECODES = 200
 
 
 def make_layer(side: str) -> tuple[torch.nn.Module, Callable[[Tensor], Tensor]]:
@@ -70,7 +69,7 @@ def make_layer(side: str) -> tuple[torch.nn.Module, Callable[[Tensor], Tensor]]:
     return ours, lambda x: ours(x, ops)
 
 
-def measure(case: str, side: str) -> dict[str, float]:
+def measure(case: str, side: str, decodes: int) -> dict[str, float]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     _, num_tokens, is_training, is_skewed = CASES[case]
@@ -87,7 +86,7 @@ def measure(case: str, side: str) -> dict[str, float]:
             run(x).square().mean().backward()
             return
         with torch.no_grad():
-            for _ in range(NUM_DECODES if num_tokens < 1000 else 1):
+            for _ in range(decodes if num_tokens < 1000 else 1):
                 run(x)
 
     once(x.detach()[:64].requires_grad_(is_training))
@@ -95,11 +94,13 @@ def measure(case: str, side: str) -> dict[str, float]:
     return usage(lambda: once(x))
 
 
-def compare(*, rounds: int = 3, only: tuple[str, ...] = tuple(CASES)) -> Iterator[Row]:
+def compare(
+    *, rounds: int = 3, only: tuple[str, ...] = tuple(CASES), decodes: int = 200
+) -> Iterator[Row]:
     require_proc()
     for case in only:
-        words = CASES[case][0]
-        sides = {side: partial(alone, measure, case, side) for side in SIDES}
+        words = f"{decodes} " * (case == "decode-8") + CASES[case][0]
+        sides = {side: partial(alone, measure, case, side, decodes) for side in SIDES}
         found = {side: best(runs) for side, runs in in_turn(rounds, sides).items()}
         for side, figures in found.items():
             note(f"{words:40} {side:12} {figures['seconds']:7.2f} CPU s {figures['mib']:8.0f} MiB")
@@ -114,4 +115,4 @@ def compare(*, rounds: int = 3, only: tuple[str, ...] = tuple(CASES)) -> Iterato
 
 
 if __name__ == "__main__":
-    main(compare, short={"rounds": 1, "only": ("decode-8",)})
+    main(compare, short={"rounds": 1, "only": ("decode-8",), "decodes": 40})
