@@ -137,6 +137,8 @@ class PlanFacts:
     max_update_tokens: int = 0
     """Tokens of all rows of one update."""
     engine: EmbeddedConfig | None = None
+    num_sleeping: int = 0
+    """Engines of other kinds that sleep on this GPU during an update."""
     has_reference: bool = False
     teachers: tuple[ModelConfig, ...] = ()
     """Teachers in this process, each of them whole."""
@@ -234,10 +236,12 @@ def predict_memory(
         engine = config.engine if isinstance(config.engine, EmbeddedConfig) else None
         if engine is not None:  # an engine without sizes is planned as small as it can be
             engine = engine.sized(None if device == "cpu" else 0, longest=config.max_tokens)
+        is_asleep = engine is None and device == "cuda" and config.engine.share_device
         teachers = [] if config.distill is None else config.distill.teachers.values()
         facts = replace(
             facts,
             engine=engine,
+            num_sleeping=math.ceil(config.engine.num_workers / world) if is_asleep else 0,
             has_reference=config.objective.reads_reference_logprobs,
             teachers=tuple(
                 ModelConfig.from_directory(locate_model(teacher.model))
@@ -275,8 +279,11 @@ def plan_memory(facts: PlanFacts) -> MemoryPlan:
     device["teachers"] = sum(
         num_elements(decoder_shapes(teacher)) * facts.a for teacher in facts.teachers
     )
-    if engine is not None and (engine.replicas == 0 or facts.device == "cpu"):
+    if engine is not None and (
+        engine.replicas == 0 or engine.share_device or facts.device == "cpu"
+    ):
         device |= _engine(facts, engine, whole)
+    device["engines that sleep"] = facts.num_sleeping * PROCESS_BYTES[facts.device]
     device |= _training(facts)
     return MemoryPlan(
         device=facts.device,
@@ -321,7 +328,7 @@ def _unfrozen(
 
 
 def _engine(facts: PlanFacts, engine: EmbeddedConfig, weights: int) -> Parts:
-    """The embedded engine in this process, or on a CPU its processes."""
+    """The embedded engine in this process, or its processes on this device."""
     c = facts.model
     per_token = c.cached_per_token
     num_pages = engine.kv_cache_tokens // engine.page_size + 1
@@ -336,13 +343,15 @@ def _engine(facts: PlanFacts, engine: EmbeddedConfig, weights: int) -> Parts:
     if facts.is_invariant and facts.device == "cpu":
         # A copy in MKL's layout; a bfloat16 weight is also kept in float32, since MKL reads both.
         packed = num_elements(decoder_shapes(c)) * (4 if facts.dtype == "float32" else 8)
+    if engine.share_device:
+        cache = 0  # it is given back before an update
     if engine.replicas:
         each = PROCESS_BYTES[facts.device] + weights + cache + packed
         count = math.ceil(engine.replicas / facts.num_ranks)
-        return {"engines in processes of their own": count * each + weights}
+        in_transit = weights if facts.device == "cpu" else 0
+        return {"engines in processes of their own": count * each + in_transit}
     return {
-        # share_device gives the cache back before an update.
-        KV_CACHE: 0 if engine.share_device else cache,
+        KV_CACHE: cache,
         "packed weights of the contract": packed,
         "the engine's copy of the weights": weights if facts.is_sharded else 0,
     }

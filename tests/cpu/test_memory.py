@@ -22,6 +22,7 @@ from lockstep.memory import (
     HEAD_CHUNK_BYTES,
     LEAST_EXPERT_CHUNK,
     MIB,
+    PROCESS_BYTES,
     PlanFacts,
     kept_per_token,
     plan_memory,
@@ -306,6 +307,31 @@ def test_an_engine_is_sized_for_what_the_plan_leaves_of_a_gpu():
     assert "256 requests at once, keys and values of 128,000 tokens" in " ".join(
         internals(replace(config, engine=roomy), preflight(find_recipe("quickstart")))
     )
+
+
+def test_vllm_on_the_trainers_gpu_gets_the_share_that_the_plan_leaves(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 * GIB, 10 * GIB))
+    files = ModelFiles(Path(), QWEN3, renderer_config=None, renderer=None)
+
+    def sized(*settings):
+        own = ["device=cuda", "engine=vllm", "memory_limit_gib=8", *settings]
+        config = resolve(find_recipe("quickstart"), own)
+        return config, sized_engine(config, files, "cuda").memory_share
+
+    config, share = sized("engine.share_device=true")
+    found = memory_plan(config, files, device="cuda")
+    assert part(found, "engines that sleep") == PROCESS_BYTES["cuda"]
+    updating = ("gradients", "activations", "log-prob head", "one block at work")
+    resting = found.num_bytes - sum(part(found, name) for name in updating)
+    assert share == pytest.approx((8 * GPU_SHARE * GIB - resting) / (10 * GIB), abs=1e-6)
+    assert sized("engine.share_device=true", "engine.replicas=2")[1] < share / 2
+    turns = sized("engine.in_process=true", "engine.share_device=true")[1]
+    assert sized("engine.in_process=true")[1] < turns  # else an update needs its memory as well
+    assert sized()[1] == 0, "a GPU of its own"
+    assert sized("engine.share_device=true", "engine.memory_share=0.3")[1] == 0.3
+    assert sized("engine.urls=http://a:1", "engine.share_device=true")[1] == 0
+    with pytest.raises(ConfigError, match="weights alone"):
+        sized("engine.share_device=true", "memory_limit_gib=0.5")
 
 
 def test_an_engine_on_a_cpu_has_fixed_sizes_that_hold_the_longest_episode():

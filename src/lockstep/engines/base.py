@@ -112,7 +112,8 @@ class EngineContext:
     replica: int = 0
     """Index of this engine in its pool, from 0."""
     gpus: Sequence[str] = ()
-    """The GPU of each replica that runs in a process of its own; empty if they have none."""
+    """CUDA_VISIBLE_DEVICES of each replica that runs in a process of its own; empty without
+    GPUs."""
     newest: Newest = field(default_factory=Newest)
     """Weights on their way to these replicas."""
 

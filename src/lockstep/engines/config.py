@@ -66,12 +66,17 @@ class EngineConfig:
     def is_pool(self) -> bool:
         """True if a pool serves the requests: several replicas, or a single replica with
         restarts."""
-        return self.num_workers > 0 or len(self.replica_configs()) > 1
+        return len(self.replica_configs()) > 1
 
     @property
     def num_workers(self) -> int:
-        """Number of processes that the run starts to sample."""
+        """Number of engines that the run starts in processes of their own."""
         return 0
+
+    @property
+    def gpus_each(self) -> int:
+        """GPUs of each of these engines, where there are any."""
+        return 1
 
     def for_rank(self, rank: int, world: int) -> EngineConfig:
         """The settings for one of `world` processes that train together: each samples with engines
@@ -137,6 +142,10 @@ class EmbeddedConfig(EngineConfig):
                 f"engine.kv_cache_tokens={self.kv_cache_tokens} holds not even one page "
                 f"(engine.page_size={self.page_size}). Raise the first or lower the second."
             )
+
+    @property
+    def is_pool(self) -> bool:
+        return self.replicas > 0
 
     @property
     def num_workers(self) -> int:
@@ -281,8 +290,11 @@ class VllmConfig(ServedConfig):
     max_num_sequences: int = 64
     """Requests that one replica runs at the same time; more wait."""
     kv_cache_gib: float = 0.0
-    """GiB of keys and values per replica; 0 is vLLM's default share of the GPU's memory, and 1 GiB
+    """GiB of keys and values per replica; 0 is the rest of its share of the GPU's memory, and 1 GiB
     without a GPU."""
+    memory_share: float = 0.0
+    """Share of a GPU's memory that one replica takes for everything, up to 1. 0 is vLLM's default;
+    on the trainer's GPU it is the rest of the memory plan."""
     prefix_cache: bool = True
     """Keep the keys and values of finished requests, so that the next turn computes only its new
     tokens."""
@@ -318,12 +330,41 @@ class VllmConfig(ServedConfig):
         counts = ("replicas", "max_num_sequences", "tensor_parallel")
         check_numbers(self, "engine.", *counts, least=1)
         check_numbers(self, "engine.", "max_adapter_rank", "kv_cache_gib", least=0)
+        check_numbers(self, "engine.", "memory_share", least=0, most=1)
+        if self.share_device and self.tensor_parallel > 1:
+            raise ConfigError(
+                f"engine.share_device=true with engine.tensor_parallel={self.tensor_parallel}: the "
+                "trainer's process has one GPU, and an engine on several cannot take turns with "
+                "it. Leave one of the two out."
+            )
         for value in self.args:
             if not value.startswith("--"):
                 raise ConfigError(f"engine.args: {value!r} must read --NAME or --NAME=VALUE.")
         for value in self.env:
             if not value.partition("=")[0].isidentifier() or "=" not in value:
                 raise ConfigError(f"engine.env: {value!r} must read NAME=VALUE.")
+
+    @property
+    def num_workers(self) -> int:
+        return 0 if self.urls or self.in_process else self.replicas
+
+    @property
+    def gpus_each(self) -> int:
+        return self.tensor_parallel
+
+    def sized(self, room: int, *, total: int, weights: int) -> VllmConfig:
+        """These settings with a share of the trainer's GPU. room: bytes that are left for one
+        replica, of `total`. weights: bytes of its own copy. Raises ConfigError if the copy does not
+        fit."""
+        if self.memory_share:
+            return self
+        if room <= weights:
+            raise ConfigError(
+                f"engine=vllm on the trainer's GPU has {room / 2**30:.2f} GiB beside it, and its "
+                f"weights alone take {weights / 2**30:.2f} GiB. Give it a GPU of its own "
+                "(engine.share_device=false), or set trainer.offload=optimizer."
+            )
+        return replace(self, memory_share=room / total)
 
     def for_rank(self, rank: int, world: int) -> EngineConfig:
         if self.urls or self.in_process:

@@ -150,10 +150,13 @@ class Wire(Protocol):
         """Raises EngineDownError if the server does not answer."""
 
     async def sleep(self) -> None:
-        """Frees the memory of keys and values of the paused server."""
+        """Frees memory of the paused server: keys and values, and weights if it can."""
+
+    async def wake_weights(self) -> None:
+        """Takes the memory of weights again. A load writes into it, so this call comes before."""
 
     async def wake(self) -> None:
-        """Takes that memory again."""
+        """Takes the rest of the memory again, after `wake_weights`."""
 
     async def close(self) -> None:
         """Ends what the wire has opened."""
@@ -195,7 +198,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
         caches prefixes by name."""
         self._policy = ""
         """Name on the server of the adapter that the run trains; empty for a whole model."""
-        self._is_shut = self._is_cache_old = False
+        self._is_shut = self._is_cache_old = self._are_weights_asleep = False
         self._name = secrets.token_hex(4)  # calls of two runs on one server must not share ids
         self._num_calls = itertools.count()
 
@@ -261,6 +264,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
             takes_adapters = self.capabilities.has_adapters
             before, self._policy = self._policy, ""
             try:
+                await self._wake_weights()
                 if takes_adapters and isinstance(source, str) and is_adapter(source):
                     self._policy = await self._put("policy", source)
                 else:
@@ -282,6 +286,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
         async with self._changing():
             if not self.capabilities.has_adapters:
                 await super().load_adapter(name, source, version=version)
+            await self._wake_weights()
             before = self._adapters.get(name)
             self._adapters[name] = await self._put(name, source), version
             if before is not None:
@@ -348,9 +353,15 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
     async def _free_memory(self) -> None:
         await self._suspend()
         await self.wire.sleep()
-        self._is_cache_old = True
+        self._is_cache_old = self._are_weights_asleep = True
+
+    async def _wake_weights(self) -> None:
+        if self._are_weights_asleep:
+            await self.wire.wake_weights()
+            self._are_weights_asleep = False
 
     async def _take_memory(self) -> None:
+        await self._wake_weights()
         await self.wire.wake()
 
     async def _close(self) -> None:

@@ -134,6 +134,21 @@ def free_gpu_memory() -> tuple[int, str] | None:
     return (min(free), "free on the GPU, by nvidia-smi") if free and shows_gpu() else None
 
 
+def release_gpu_memory() -> None:
+    """Returns the memory that torch keeps for later tensors to the driver: for other processes on
+    the GPU. Without a GPU it does nothing."""
+    import torch
+
+    torch.cuda.empty_cache()
+
+
+def total_gpu_memory() -> int:
+    """All bytes of this process' GPU, free or not."""
+    import torch
+
+    return torch.cuda.mem_get_info()[1]
+
+
 def taken_by_others(free: int, total: int) -> str:
     """Says, after a number of free bytes, which processes hold the rest of this process' GPU. Empty
     below TAKEN_SHARE. Processes outside of this container have no name here."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from lockstep.config import check_numbers
 from lockstep.errors import ConfigError
 from lockstep.launch.config import ParallelConfig, share_of
+from lockstep.launch.workers import gpus_of_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +20,23 @@ class PlacementConfig:
         """True if this process only starts and watches a run on other machines."""
         return False
 
-    def check(self, parallel: ParallelConfig, *, num_engines: int, is_shared: bool) -> None:
-        """Raises ConfigError if a run cannot be placed like this. num_engines: number of processes
-        that sample. is_shared: they take turns with the trainer on one device."""
+    def check(
+        self, parallel: ParallelConfig, *, num_engines: int, gpus_each: int, is_shared: bool
+    ) -> None:
+        """Raises ConfigError if a run cannot be placed like this. num_engines: engines in processes
+        of their own, with `gpus_each` GPUs. is_shared: they take turns with the trainer on one."""
 
-    def describe(self, parallel: ParallelConfig, *, num_engines: int) -> list[str]:
-        """Lines about the placement for the plan of a run."""
+    def describe(
+        self,
+        parallel: ParallelConfig,
+        *,
+        num_engines: int,
+        gpus_each: int,
+        is_shared: bool,
+        memory: tuple[str, str] | None,
+    ) -> list[str]:
+        """Lines about the placement for the plan of a run. memory: texts about the memory of a
+        process that trains and of an engine; None on a CPU. Others: see `check`."""
         return []
 
 
@@ -33,6 +45,42 @@ class LocalPlacement(PlacementConfig):
     """This machine; or the machines of torchrun, if it has started this process."""
 
     TAG: ClassVar[str] = "local"
+
+    def describe(
+        self,
+        parallel: ParallelConfig,
+        *,
+        num_engines: int,
+        gpus_each: int,
+        is_shared: bool,
+        memory: tuple[str, str] | None,
+    ) -> list[str]:
+        """A line for each process of this machine that has a GPU."""
+        if memory is None:
+            return []
+        world = parallel.num_processes(os.environ)
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        first = int(os.environ.get("RANK", "0")) // here * here
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = [str(gpu) for gpu in range(here + num_engines * gpus_each)]
+        gpus = visible.split(",") if visible else gpus
+        rows: list[str] = []
+        for at, gpu in enumerate(gpus[:here]):
+            rows.append(f"GPU {gpu}: rank {first + at}, {memory[0]}")
+            if num_engines:
+                places = gpus_of_rank(
+                    num_engines,
+                    first + at,
+                    world,
+                    each=gpus_each,
+                    local_rank=at,
+                    local_world=here,
+                    gpus=gpus,
+                    is_shared=is_shared,
+                )
+                for number, place in enumerate(places):
+                    rows.append(f"GPU {place}: engine {number} of that rank, {memory[1]}")
+        return [f"{'' if at else 'placement':<11}{row}" for at, row in enumerate(rows)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +97,8 @@ class RayPlacement(PlacementConfig):
     trainer_cpus: float = 1.0
     """Cores that Ray sets aside for each of them."""
     replica_gpus: int = 0
-    """GPUs of each engine of engine.replicas: 1 or 0. 0 beside a trainer with a GPU runs them on
-    that one; engine.share_device=true makes them take turns."""
+    """GPUs of each engine of engine.replicas: 1, or vLLM's engine.tensor_parallel. 0 without GPUs,
+    and with engine.share_device=true, where they take turns with the trainer on its own."""
     replica_cpus: float = 1.0
     """Cores that Ray sets aside for each of them."""
     strategy: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
@@ -63,21 +111,25 @@ class RayPlacement(PlacementConfig):
     to matter (documentation: Scale)."""
 
     def __post_init__(self) -> None:
-        for name in ("trainer_gpus", "replica_gpus"):
-            if getattr(self, name) not in (0, 1):
-                raise ConfigError(f"placement.{name}={getattr(self, name)} must be 0 or 1.")
+        if self.trainer_gpus not in (0, 1):
+            raise ConfigError(f"placement.trainer_gpus={self.trainer_gpus} must be 0 or 1.")
+        check_numbers(self, "placement.", "replica_gpus", least=0)
         check_numbers(self, "placement.", "trainer_cpus", "replica_cpus")
 
     def is_elsewhere(self) -> bool:
         return "RANK" not in os.environ
 
-    def check(self, parallel: ParallelConfig, *, num_engines: int, is_shared: bool) -> None:
+    def check(
+        self, parallel: ParallelConfig, *, num_engines: int, gpus_each: int, is_shared: bool
+    ) -> None:
         self.places(parallel, num_engines=num_engines)
-        if num_engines and self.replica_gpus != (self.trainer_gpus and not is_shared):
+        wanted = gpus_each if self.trainer_gpus and not is_shared else 0
+        if num_engines and self.replica_gpus != wanted:
             raise ConfigError(
                 f"placement.trainer_gpus={self.trainer_gpus} placement.replica_gpus="
-                f"{self.replica_gpus}: engine and trainer run one decoder on one kind of device. "
-                "Give both GPUs, or neither; or the trainer alone, with engine.share_device=true."
+                f"{self.replica_gpus}: expected placement.replica_gpus={wanted}, as engine and "
+                "trainer run on one kind of device. Give both GPUs, or neither; or the trainer "
+                "alone, with engine.share_device=true."
             )
 
     def places(self, parallel: ParallelConfig, *, num_engines: int) -> list[dict[str, float]]:
@@ -90,7 +142,7 @@ class RayPlacement(PlacementConfig):
             out.append({"CPU": cpus} | ({"GPU": gpus} if gpus else {}))
         return out
 
-    def describe(self, parallel: ParallelConfig, *, num_engines: int) -> list[str]:
+    def describe(self, parallel: ParallelConfig, *, num_engines: int, **on_gpus: Any) -> list[str]:
         where = "cluster of this machine" if self.address == "auto" else f"at {self.address}"
         lines = [f"placement  the Ray {where}, {self.strategy}"]
         for rank, place in enumerate(self.places(parallel, num_engines=num_engines)):

@@ -105,12 +105,14 @@ def gpus_of_rank(
     local_world: int,
     gpus: Sequence[str],
     is_shared: bool,
+    each: int = 1,
 ) -> list[str]:
-    """The GPU of each of a rank's workers, where the ranks divide `count` workers among them.
+    """CUDA_VISIBLE_DEVICES of each of a rank's workers, where the ranks divide `count` workers
+    among them.
 
     local_rank, local_world: place on this machine, whose first GPUs the ranks train on. gpus: of
-    this machine. is_shared: workers sample on the rank's own GPU. Raises ConfigError if there are
-    too few.
+    this machine. is_shared: workers sample on the rank's own GPU. each: GPUs of a worker. Raises
+    ConfigError if there are too few.
 
     >>> gpus_of_rank(4, 1, 2, local_rank=1, local_world=2, gpus="abcdef", is_shared=False)
     ['e', 'f']
@@ -121,14 +123,16 @@ def gpus_of_rank(
     begin = share_of(count, rank - local_rank, world, "engine.replicas").start
     last = rank - local_rank + local_world - 1
     here = share_of(count, last, world, "engine.replicas").stop - begin
-    if local_world + here > len(gpus):
+    if local_world + here * each > len(gpus):
         raise ConfigError(
-            f"engine.replicas={count}: {here} of them on this machine, each with a GPU of its own "
-            f"beside the {local_world} that train, and it has {len(gpus)}. Lower engine.replicas, "
-            "or set engine.share_device=true: they then take turns with the trainer."
+            f"engine.replicas={count}: {here} of them on this machine, each with {each} GPU(s) of "
+            f"its own beside the {local_world} that train, and it has {len(gpus)}. Lower "
+            "engine.replicas, or set engine.share_device=true: they then take turns with the "
+            "trainer."
         )
-    start = local_world + own.start - begin
-    return list(gpus[start : start + len(own)])
+    free = gpus[local_world:]
+    places = range(own.start - begin, own.stop - begin)
+    return [",".join(free[at * each : (at + 1) * each]) for at in places]
 
 
 # -- in the worker --------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from lockstep.config import flatten, from_dict, to_dict
 from lockstep.display import warn
 from lockstep.engines.config import EngineConfig
 from lockstep.errors import ConfigError
-from lockstep.launch.gpu import Device, check_gpu
+from lockstep.launch.gpu import Device, check_gpu, release_gpu_memory
 from lockstep.models import peft_format
 from lockstep.models.locate import locate_model
 from lockstep.ops.contract import TRUE_ON_POLICY, ContractChoice, why_not_same
@@ -178,6 +178,8 @@ def build(
         gpus=engine_gpus(config.engine, rank, world, model.embedding.device),
     )
     hooks = current_hooks()
+    if config.engine.share_device:
+        release_gpu_memory()
     if base is None:
         engine = hooks.make_engine(config.engine.for_rank(rank, world), context)
     else:
@@ -372,6 +374,7 @@ def engine_gpus(engine: EngineConfig, rank: int, world: int, device: torch.devic
         engine.num_workers,
         rank,
         world,
+        each=engine.gpus_each,
         local_rank=device.index or 0,
         local_world=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
         gpus=visible.split(",") if visible else [*map(str, range(torch.cuda.device_count()))],

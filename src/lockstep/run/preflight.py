@@ -5,6 +5,7 @@ prints first. No torch.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,7 +29,7 @@ from lockstep.agent.match import OutOfBudget
 from lockstep.agent.task_config import Split
 from lockstep.agent.tools import check_names
 from lockstep.config import differences, from_dict, tag, to_dict
-from lockstep.engines.config import EmbeddedConfig, EngineConfig
+from lockstep.engines.config import GPU_SHARE, EmbeddedConfig, EngineConfig, VllmConfig
 from lockstep.envs.mixture import MixtureConfig
 from lockstep.errors import (
     CheckpointError,
@@ -41,9 +42,10 @@ from lockstep.errors import (
     RunError,
 )
 from lockstep.launch.event_loop import run_to_end
-from lockstep.launch.gpu import Device, check_driver
+from lockstep.launch.gpu import Device, check_driver, total_gpu_memory
 from lockstep.memory import (
     DTYPE_BYTES,
+    GIB,
     MemoryPlan,
     PlanFacts,
     host_memory,
@@ -321,6 +323,7 @@ def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> 
         config.placement.check(
             config.parallel,
             num_engines=config.engine.num_workers,
+            gpus_each=config.engine.gpus_each,
             is_shared=config.engine.share_device,
         )
     if world == 1:
@@ -354,18 +357,22 @@ def sized_engine(config: Config, model_files: ModelFiles, device: Device) -> Eng
     """The engine's settings with the sizes that fit beside the trainer. An engine with a GPU of its
     own gets its sizes after its weights are loaded."""
     engine, model = config.engine, model_files.model
-    if not isinstance(engine, EmbeddedConfig) or isinstance(model, FallbackConfig):
+    if not isinstance(engine, (EmbeddedConfig, VllmConfig)) or isinstance(model, FallbackConfig):
         return engine
     if device == "cpu":
-        return engine.sized(longest=config.max_tokens)
-    if engine.replicas and not engine.share_device:
+        is_embedded = isinstance(engine, EmbeddedConfig)
+        return engine.sized(longest=config.max_tokens) if is_embedded else engine
+    if getattr(engine, "urls", ()) or (engine.num_workers and not engine.share_device):
         return engine
     found, limit = memory_plan(config, model_files, device=device), memory_limit(config, device)
     assert found is not None and limit is not None, "the decoder, on a GPU that was checked"
-    room = found.cache_room(limit[0], takes_turns=engine.share_device)
-    if engine.replicas:
-        room -= found.parts["weights"]  # a copy on the same GPU
+    world = config.parallel.num_processes(os.environ)
+    num_here = max(1, math.ceil(engine.num_workers / world))
+    room = found.cache_room(limit[0], takes_turns=engine.share_device) // num_here
     dtype = config.compute_dtype if engine.dtype == "same" else engine.dtype
+    if isinstance(engine, VllmConfig):
+        weights = num_elements(decoder_shapes(model)) * DTYPE_BYTES[dtype]
+        return engine.sized(room, total=total_gpu_memory(), weights=weights)
     return engine.sized(
         room,
         token_bytes=model.cached_per_token * DTYPE_BYTES[dtype],
@@ -754,8 +761,30 @@ def internals(
     }
     return [
         *(f"{label:<11}{text}" for label, text in said.items() if text),
-        *config.placement.describe(config.parallel, num_engines=config.engine.num_workers),
+        *config.placement.describe(
+            config.parallel,
+            num_engines=config.engine.num_workers,
+            gpus_each=config.engine.gpus_each,
+            is_shared=config.engine.share_device,
+            memory=_gpu_memory(config, model_files, numerics),
+        ),
     ]
+
+
+def _gpu_memory(
+    config: Config, model_files: ModelFiles, numerics: Numerics | None
+) -> tuple[str, str] | None:
+    """Memory that a process that trains and an engine of its own take of a GPU; None on a CPU."""
+    if config.expected_device == "cpu":
+        return None
+    engine = config.engine
+    found = memory_plan(config, model_files, device="cuda", numerics=numerics)
+    trainer = "memory not predicted" if found is None else f"{found.num_bytes / GIB:.1f} GiB"
+    if isinstance(engine, VllmConfig):
+        share = f"{engine.memory_share:.0%}" if engine.memory_share else "vLLM's default share"
+        return trainer, f"{share} of the memory{', in turns' * engine.share_device}"
+    rest = "the rest, in turns" if engine.share_device else f"{GPU_SHARE:.0%} of the memory"
+    return trainer, rest
 
 
 def _dtype(config: ModelChoice) -> str:

@@ -16,6 +16,7 @@ from lockstep.agent.gateway.opening import RunGateway
 from lockstep.agent.loop import EpisodeSlots
 from lockstep.config import differences, flatten, to_dict
 from lockstep.errors import ConfigError, EngineError, StorageError
+from lockstep.launch.gpu import release_gpu_memory
 from lockstep.launch.ranks import FREEZE_FACTOR, Ranks
 from lockstep.observe.alarms import Health, mismatch_alarm, policy_rows, spells
 from lockstep.observe.live import RunHeader, View, ViewKind, open_view
@@ -174,6 +175,8 @@ class TrainingRun:
         """The engine runs the trainer's weights from here on. Returns `sync/...`."""
         publisher = self.publisher
         is_first = publisher.version is None
+        if self.config.engine.share_device:
+            release_gpu_memory()  # the engine wakes
         try:
             metrics = await self.parts.publish()
         except EngineError:

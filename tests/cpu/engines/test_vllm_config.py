@@ -3,8 +3,11 @@
 import pytest
 
 from lockstep.config import resolve
+from lockstep.engines.base import EngineContext
 from lockstep.engines.config import VllmConfig
+from lockstep.engines.vllm.started import engine_arguments
 from lockstep.errors import ConfigError
+from lockstep.models.locate import locate_model
 from lockstep.recipes.registry import RECIPES
 
 
@@ -27,6 +30,8 @@ def test_a_recipe_takes_vllm_by_its_tag():
         ({"urls": ("http://a:1",), "replicas": 2}, "those servers run already"),
         ({"replicas": 0}, "at least 1"),
         ({"kv_cache_gib": -1.0}, "at least 0"),
+        ({"memory_share": 1.5}, "at most 1"),
+        ({"share_device": True, "tensor_parallel": 2}, "tensor_parallel=2"),
         ({"max_adapter_rank": -1}, "at least 0"),
         ({"args": ("max-model-len=3",)}, "--NAME"),
         ({"env": ("FLAG",)}, "NAME=VALUE"),
@@ -36,3 +41,24 @@ def test_a_recipe_takes_vllm_by_its_tag():
 def test_settings_that_contradict_are_refused(settings, text):
     with pytest.raises(ConfigError, match=text):
         VllmConfig(**settings)
+
+
+def arguments(has_gpu=True, **settings):
+    directory = locate_model("tiny-qwen3")
+    context = EngineContext(
+        model=None, token_bytes=(), directory=directory, vocab_size=550, max_tokens=256,
+        dtype="bfloat16",
+    )  # fmt: skip
+    return engine_arguments(
+        VllmConfig(**settings), context, directory, has_gpu=has_gpu, max_tokens=256, is_ours=False
+    )
+
+
+def test_an_engine_that_takes_turns_on_a_gpu_can_sleep_and_leaves_room_for_the_trainer():
+    alone = arguments()
+    turns = arguments(share_device=True, memory_share=0.4567)
+    assert sorted(set(turns) - set(alone)) == [
+        "--enable-sleep-mode", "--gpu-memory-utilization=0.456",
+    ]  # fmt: skip
+    assert "--enable-sleep-mode" in arguments(in_process=True)
+    assert "--enable-sleep-mode" not in arguments(has_gpu=False, share_device=True)

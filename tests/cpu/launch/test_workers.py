@@ -90,11 +90,11 @@ def test_a_worker_ignores_ctrl_c_and_ends_with_the_process_that_started_it(tmp_p
 
 
 def test_workers_take_the_gpus_that_no_trainer_of_their_machine_has():
-    def places(count, world, local_world, gpus, is_shared=False):
+    def places(count, world, local_world, gpus, is_shared=False, each=1):
         return [
             gpus_of_rank(
                 count, rank, world, local_rank=rank % local_world, local_world=local_world,
-                gpus=[str(gpu) for gpu in range(gpus)], is_shared=is_shared,
+                gpus=[str(gpu) for gpu in range(gpus)], is_shared=is_shared, each=each,
             )
             for rank in range(world)
         ]  # fmt: skip
@@ -102,6 +102,7 @@ def test_workers_take_the_gpus_that_no_trainer_of_their_machine_has():
     assert places(4, 4, 4, 8) == [["4"], ["5"], ["6"], ["7"]]
     assert places(12, 4, 2, 8) == [["2", "3", "4"], ["5", "6", "7"]] * 2  # of two machines
     assert places(5, 2, 2, 8) == [["2", "3"], ["4", "5", "6"]]
+    assert places(2, 2, 2, 6, each=2) == [["2,3"], ["4,5"]]
     assert places(2, 2, 2, 2, is_shared=True) == [["0"], ["1"]]
     with pytest.raises(ConfigError, match=r"\b6\b.*GPU"):
         places(12, 4, 2, 7)

@@ -46,6 +46,7 @@ from lockstep.engines.ledger import (
 )
 from lockstep.errors import CapabilityError, EngineError, TornWeightsError
 from lockstep.launch.event_loop import running
+from lockstep.launch.gpu import release_gpu_memory
 from lockstep.models.adapters import AdapterStacks
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import check_tensors, decoder_like, load_weights, read_tensors
@@ -692,6 +693,7 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         self._drop_resident()
         if self._graphs is not None:
             self._graphs.drop()
+        release_gpu_memory()  # the trainer may be another process
 
     def _adapted(self, name: str, source: Decoder | str) -> Decoder:
         """A decoder with the adapter of `source`; it may have no weights besides."""

@@ -90,8 +90,6 @@ class LocalWire(Wire):
             is_ours=self._is_ours,
         )
         arguments += ["--no-use-tqdm-on-load", "--disable-log-stats"]
-        if not self._is_cpu:
-            arguments.append("--enable-sleep-mode")
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
         try:
             found = parser.parse_args([*arguments, *self._config.args])
@@ -272,8 +270,11 @@ class LocalWire(Wire):
     async def sleep(self) -> None:
         self._engine.sleep(level=1, mode="abort")
 
+    async def wake_weights(self) -> None:
+        self._engine.wake_up(tags=["weights"])
+
     async def wake(self) -> None:
-        self._engine.wake_up()
+        self._engine.wake_up(tags=["kv_cache"])
 
     async def close(self) -> None:
         self._is_paused = True

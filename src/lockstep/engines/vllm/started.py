@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import sys
@@ -68,6 +69,10 @@ def engine_arguments(
         "skip-tokenizer-init",
         "enable-prefix-caching" if config.prefix_cache else "no-enable-prefix-caching",
     ]
+    if has_gpu and (config.share_device or config.in_process):
+        flags.append("enable-sleep-mode")
+    if config.memory_share:
+        settings["gpu-memory-utilization"] = math.floor(config.memory_share * 1000) / 1000
     if cache_gib:
         settings["kv-cache-memory-bytes"] = int(cache_gib * 2**30)
     if is_ours:
@@ -179,6 +184,8 @@ class VllmServer:
             own |= plugin.environment_of("decoder")
         if config.deterministic:
             own["VLLM_BATCH_INVARIANT"] = "1"
+        if gpus := self._context.gpus[self._context.replica : self._context.replica + 1]:
+            own["CUDA_VISIBLE_DEVICES"] = gpus[0]
         if config.max_adapter_rank:
             own["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         wanted = dict(value.split("=", 1) for value in config.env)

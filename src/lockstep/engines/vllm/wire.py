@@ -182,7 +182,7 @@ class VllmWire(HttpWire):
         """Finds out about the running server. Raises CapabilityError, with the command that would
         help, if it lacks what a run needs or serves another model."""
         super().__init__(client, context)
-        self.server, self._is_asleep = server, False
+        self.server = server
         settings = _settings(client)
         model = settings["model_config"]
         rpc = {"method": "lockstep_facts", "kwargs": {}}
@@ -351,16 +351,13 @@ class VllmWire(HttpWire):
             await self._client.post("/collective_rpc", call)
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        if self._is_gone:
-            await self._restart(self._context.directory, "it had ended")
+        await self._prepare()
         await super().load_adapter(name, directory)
 
     async def _prepare(self) -> None:
-        """Makes the server take weights: it is started again if it has ended, woken if asleep."""
+        """Starts the server again if it has ended."""
         if self._is_gone:
             await self._restart(self._context.directory, "it had ended")
-        if self._is_asleep:
-            await self._client.post("/wake_up?tags=weights")
 
     async def _send(self, tensors: Mapping[str, Any]) -> None:
         await self._prepare()
@@ -392,7 +389,7 @@ class VllmWire(HttpWire):
             raise EngineError(f"{self.url}: {reason}, and it is not this run's to start.")
         self._context.on_wait(f"starting vLLM again from {directory}: {reason}")
         await asyncio.to_thread(server.restart, directory, self._context.on_wait)
-        self._client, self._is_asleep = server.client, False
+        self._client = server.client
         for name, adapter in self._loaded.items():
             await self.load_adapter(name, adapter)
 
@@ -404,11 +401,13 @@ class VllmWire(HttpWire):
 
     async def sleep(self) -> None:
         await self._client.post("/sleep?level=1&mode=abort")
-        self._is_asleep = True
+
+    async def wake_weights(self) -> None:
+        if not self._is_gone:  # else the load starts the server again, which is awake
+            await self._client.post("/wake_up?tags=weights")
 
     async def wake(self) -> None:
-        await self._client.post("/wake_up")
-        self._is_asleep = False
+        await self._client.post("/wake_up?tags=kv_cache")
 
     async def close(self) -> None:
         if self.server is not None:
