@@ -43,7 +43,10 @@ Tensor = torch.Tensor
 LARGEST_QUANTUM = 32
 ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 31, 33, 64, 65, 127)
 MANY_ROWS = 2048  # as in a packed batch; tried where it costs little
-MANY_ROWS_MULTIPLIES = 1 << 30  # a tenth of a second on one core
+MANY_ROWS_MULTIPLIES = {False: 1 << 30, True: 1 << 42}
+"""Most multiplications of MANY_ROWS: a tenth of a second on one core, or on a GPU (True)."""
+EXPERT_ROWS = {False: 2 * KEY_BLOCK, True: 1032}
+"""Rows per expert, more than any path for few takes: on a GPU (True) as in a chunk of training."""
 ROW_LENGTHS = (2 * KEY_BLOCK + 9, 40)  # of the two rows of the recorded forward
 GPU_ROW_LENGTHS = (2 * SPLIT_KEYS + 9, 40)  # so that attention combines splits
 NUM_GROUPS = 5  # adapters of one shape that are multiplied at once
@@ -318,7 +321,8 @@ def _row_checks(ops: Ops, call: _Call) -> Iterator[str]:
         yield from _alone(call, lambda: run(slice(None)), full)
         repeat = MANY_ROWS // total + 1
         per_row = call.args[1].numel() if call.op == "linear" else call.args[0][0].numel()
-        if repeat * total * per_row <= MANY_ROWS_MULTIPLIES:
+        most = MANY_ROWS_MULTIPLIES[ops.reads_work(call.args[0].device)]
+        if repeat * total * per_row <= most:
             many = run(torch.arange(total, device=call.args[0].device).repeat(repeat))
             yield "" if _same([m[-total:] for m in many], full) else call.op
 
@@ -386,9 +390,8 @@ def _expert_checks(ops: Ops, call: _Call) -> Iterator[str]:
             rows = torch.cat([x_RK[:count] for count in counts])
             return list(ops.expert_linear(rows, weight, bias, counts).split(counts))
 
-        # More rows than any path for few takes, and not the same number everywhere.
-        most = min(len(x_RK), 2 * KEY_BLOCK)
-        full = run([most - i % 2 for i in range(num_experts)])
+        most = min(len(x_RK), EXPERT_ROWS[ops.reads_work(x_RK.device)])
+        full = run([most - i % 2 for i in range(num_experts)])  # not everywhere the same number
         for count in ROW_COUNTS:
             if count >= most:
                 break
@@ -433,6 +436,17 @@ def _attention_checks(ops: Ops, call: _Call) -> Iterator[str]:
         full = ops.attention(q, k, v, spec, packed)
         yield from _alone(call, lambda: [ops.attention(q, k, v, spec, packed)], [full])
         full = full[:length]
+        # Two rows that share their first half, against each row by itself.
+        kept, shared = 2 * length // 3, length // 2
+        rows = [np.arange(kept), np.r_[:shared, kept:length]]
+        packed = PackedContext.of_rows(rows, device=q.device)
+        found = ops.attention(q[:length], k[:length], v[:length], spec, packed)
+        alone: list[Tensor] = []
+        for row in rows:
+            by_itself = PackedContext.of([len(row)], device=q.device)
+            alone.append(ops.attention(q[row], k[row], v[row], spec, by_itself))
+        expected = torch.cat([alone[0], alone[1][shared:]])
+        yield "" if torch.equal(found, expected) else call.op
         for page_size in (KEY_BLOCK, 16):
             keys, values = k.new_zeros(
                 2, 1, k.shape[1], -(-length // page_size), page_size, k.shape[2]

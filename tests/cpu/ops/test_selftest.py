@@ -4,7 +4,9 @@ import pytest
 import torch
 from cpu.engines.engine_models import make_model
 
+from lockstep.ops import selftest
 from lockstep.ops.base import Ops
+from lockstep.ops.context import PackedContext
 from lockstep.ops.invariant import InvariantOps, Rules
 from lockstep.ops.selftest import fingerprint, first_failure, prove
 
@@ -98,6 +100,39 @@ def test_packed_weights_that_give_other_bits_are_not_used():
     backend = OtherPacking()
     assert prove(make_model(), ops=backend).is_kept
     assert backend.rules == Rules(is_packing=False)
+
+
+def test_rows_that_share_tokens_are_compared_with_rows_by_themselves():
+    class Sharing(InvariantOps):
+        def attention(self, q, k, v, spec, context):
+            out = super().attention(q, k, v, spec, context)
+            shares = isinstance(context, PackedContext) and context.starts.any()
+            return torch.nextafter(out, torch.full_like(out, torch.inf)) if shares else out
+
+    model = make_model(max_positions=512)
+    model.ops = Sharing()
+    assert first_failure(model)[0] == "attention"
+
+
+def test_on_a_gpu_experts_and_products_are_tried_with_as_many_rows_as_training_has():
+    class Many(InvariantOps):
+        def reads_work(self, device):
+            return True
+
+        def expert_linear(self, x, weight, bias, tokens_per_expert):
+            out = super().expert_linear(x, weight, bias, tokens_per_expert)
+            return out * (1 + 2.0**-20) if len(x) >= 1024 * len(weight) else out
+
+        def linear(self, x, weight, bias=None):
+            out = super().linear(x, weight, bias)
+            return out * (1 + 2.0**-20) if len(x) >= 1024 else out
+
+    x, weight = torch.randn(1100, 16), torch.randn(2, 512, 16)
+    experts = selftest._Call("expert_linear", (x, weight, None, []), {})
+    assert selftest._first_failure(Many(), [experts])[0] == "expert_linear"
+    # Too much for a core, and little for a GPU.
+    product = selftest._Call("linear", (x[:500], torch.randn(40_000, 16)), {})
+    assert selftest._first_failure(Many(), [product])[0] == "linear"
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
