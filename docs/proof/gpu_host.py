@@ -1,4 +1,4 @@
-"""What steps ask of a GPU, found without one, for five models and three chips: gpu_host.json.
+"""What steps ask of a GPU, found without one, for five models and four chips: gpu_host.json.
 
 python docs/proof/gpu_host.py        # `make gpu-host`, 4 minutes on two cores
 
@@ -20,7 +20,7 @@ import triton
 from gpu_models import MODELS
 
 ROOT = Path(__file__).parents[2]
-CHIPS = (80, 90, 100)
+CHIPS = (80, 90, 100, 120)
 
 
 def figures(model: str, chip: int) -> dict[str, object]:

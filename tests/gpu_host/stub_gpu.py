@@ -25,7 +25,14 @@ from triton.runtime.jit import JITFunction
 
 backend_registration._setup_privateuseone_for_python_backend("gpu")  # for the whole process
 DEVICE = torch.device("gpu", 0)
-H200 = SimpleNamespace(multi_processor_count=132, total_memory=141 << 30, major=9, minor=0)
+H200 = SimpleNamespace(
+    name="a stub",
+    multi_processor_count=132,
+    total_memory=141 << 30,
+    major=9,
+    minor=0,
+    shared_memory_per_block_optin=227 << 10,
+)
 
 NO_KERNEL = {
     *("alias", "as_strided", "detach", "diagonal", "expand", "flatten", "narrow", "permute"),

@@ -54,7 +54,9 @@ class CudaOps(GemmOps):
                 "ops.invariant.InvariantOps; TRITON_INTERPRET=1 runs these kernels there, to test "
                 "them."
             )
-        self.tiles = kernels.tiles()
+        if not kernels.IS_INTERPRETED:
+            kernels.check_chip()
+        self.tiles = kernels.of_chip(kernels.TILES)
         self._squares: tuple[Tensor, Tensor] | None = None
         """(result of the last `add_linear`, its `kernels.squares`): the next norm reads them."""
         matmul.allow_bf16_reduced_precision_reduction = False

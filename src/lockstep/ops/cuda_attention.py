@@ -20,6 +20,9 @@ so scores in float32 are computed again in tiles by stock products.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -41,6 +44,7 @@ from lockstep.ops.cuda_kernels import (
     jit,
     launch,
     loop_bound,
+    of_chip,
     tl,
     triton,
 )
@@ -76,17 +80,17 @@ TILES = {
     9: {64: Tile(64, 64, 64, 4, 2), 128: Tile(64, 128, 128, 8, 2), 256: Tile(64, 256, 128, 8, 2)},
     10: {64: Tile(64, 64, 64, 8, 2), 128: Tile(32, 128, 128, 8, 2), 256: Tile(32, 128, 64, 8, 2)},
 }
-"""Generation of the chip -> width of a head -> the largest tile of two-byte numbers that ptxas
-keeps in registers alone."""
+TILES[12] = TILES[8] | {128: TILES[10][128]}  # consumer Blackwell has Ampere's instructions
+"""First generation of the chip -> width of a head -> the largest tile of two-byte numbers that
+ptxas keeps in registers alone."""
 
 
 def tile_of(dtype: torch.dtype, width: int, chip: int) -> Tile:
     """width: a power of two. chip: major number of the compute capability."""
     if dtype.itemsize > 2:
         return Tile(16, min(width, 32), min(width, 64), 8, 1)
-    generation = max(known for known in TILES if known <= chip)
     # Wider heads (of latents) are read in pieces, with the tile of width 128.
-    tile = TILES[generation][max(width, 64) if width <= 256 else 128]
+    tile = of_chip(TILES, chip)[max(width, 64) if width <= 256 else 128]
     return tile._replace(chunk=min(width, tile.chunk), values=min(width, tile.values))
 
 
@@ -469,18 +473,15 @@ def _flash(
     a row are at its last positions, as its causal mask has it (FlashAttention 2.1 and later)."""
     grad_out, q, k, v, out, lse = parts
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)
-    before, filling = torch.get_deterministic_debug_mode(), "fill_uninitialized_memory"
-    fills = getattr(deterministic, filling)
-    torch.set_deterministic_debug_mode("error")
-    setattr(deterministic, filling, False)  # a property that type checkers do not know
-    try:
-        grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
-            grad_out.contiguous(),
+    grad_LHD, lse_HL = grad_out.contiguous(), lse.t().contiguous()
+    with _deterministic():
+        return torch.ops.aten._flash_attention_backward(
+            grad_LHD,
             q,
             k,
             v,
             out,
-            lse.t().contiguous(),
+            lse_HL,
             work.query_starts,
             key_starts,
             work.max_queries,
@@ -493,10 +494,26 @@ def _flash(
             window_size_left=-1 if spec.window is None else spec.window - 1,
             window_size_right=0,
         )
-    finally:
-        torch.set_deterministic_debug_mode(before)
-        setattr(deterministic, filling, fills)
-    return grad_q, grad_k, grad_v
+
+
+_SWITCHING = threading.Lock()
+
+
+@contextmanager
+def _deterministic() -> Generator[None]:
+    """Torch's deterministic mode for one call. The mode belongs to the process, so one thread at a
+    time switches it: each has it on, and leaves it as it was. Ops of other threads may warn
+    meanwhile, and raise nothing."""
+    filling = "fill_uninitialized_memory"
+    with _SWITCHING:
+        before, fills = torch.get_deterministic_debug_mode(), getattr(deterministic, filling)
+        setattr(deterministic, filling, False)  # a property that type checkers do not know
+        torch.set_deterministic_debug_mode(max(before, 1))
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(before)
+            setattr(deterministic, filling, fills)
 
 
 SINK_TOKENS = 64  # of one program

@@ -26,13 +26,13 @@ tests/gpu/test_cuda_contract.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from lockstep.errors import MissingExtraError
+from lockstep.errors import ConfigError, MissingExtraError
 
 try:
     import triton
@@ -108,7 +108,11 @@ TILES = {
         GemmTile(128, 256, 64, 8, 3),
     ),
 }
+TILES[12] = TILES[8]  # consumer Blackwell has Ampere's instructions
 """First generation of the chip -> its tiles."""
+SHARED_BYTES = {8: 99 << 10, 9: 227 << 10, 12: 99 << 10}
+"""First generation of the chip -> the shared memory that one program of its tiles may take, here
+and in `ops.cuda_attention`.   Guard: tests/gpu_host"""
 DECODE_ROWS = 64  # larger tiles would be half empty with fewer rows
 HUGE_ROWS = 1024
 WIDE_OUTPUTS = 8192  # from this number of outputs on, tiles of 64 give enough programs
@@ -130,6 +134,26 @@ def generation() -> int:
     return 9 if IS_INTERPRETED else torch.cuda.get_device_capability()[0]
 
 
+T = TypeVar("T")
+
+
+def of_chip(table: Mapping[int, T], chip: int | None = None) -> T:
+    """The entry of a table by first generations. chip: None for this process' GPU."""
+    found = chip or generation()
+    return table[max(known for known in table if known <= found)]
+
+
+def check_chip() -> None:
+    """Raises ConfigError for a GPU without the shared memory of its generation's tiles."""
+    chip, needed = torch.cuda.get_device_properties(), of_chip(SHARED_BYTES)
+    if chip.shared_memory_per_block_optin < needed:
+        raise ConfigError(
+            f"{chip.name} gives a kernel {chip.shared_memory_per_block_optin >> 10} KiB of shared "
+            f"memory; the kernels of its generation need {needed >> 10} KiB. Choose another GPU "
+            "with CUDA_VISIBLE_DEVICES=N, or device=cpu."
+        )
+
+
 @jit()
 def _unchanged(bound):
     return bound
@@ -146,11 +170,6 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
 
 # -- GEMM --------------------------------------------------------------------------------------
-
-
-def tiles() -> Tiles:
-    """The tiles of this chip."""
-    return TILES[max(known for known in TILES if known <= generation())]
 
 
 def gemm(
