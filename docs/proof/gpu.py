@@ -232,10 +232,13 @@ def _formula(
 
 
 class ExactOps(Ops):
-    """Stock ops whose attention is torch's too: Triton's kernel has no float64."""
+    """Stock ops with attention by its definition: Triton's kernel has no float64."""
 
-    def reads_work(self, device: torch.device) -> bool:
-        return False
+    def attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, context: Any
+    ) -> torch.Tensor:
+        sinks = q.new_full((q.shape[1],), -torch.inf) if spec.sinks is None else spec.sinks
+        return _formula(q, k, v, sinks, window=spec.window, lengths=context.lengths.tolist())
 
 
 @case("truth", "layers against float64", seconds=120)

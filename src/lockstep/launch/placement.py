@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from lockstep.config import check_numbers
 from lockstep.errors import ConfigError
 from lockstep.launch.config import ParallelConfig, share_of
-from lockstep.launch.workers import gpus_of_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,17 +25,8 @@ class PlacementConfig:
         """Raises ConfigError if a run cannot be placed like this. num_engines: engines in processes
         of their own, with `gpus_each` GPUs. is_shared: they take turns with the trainer on one."""
 
-    def describe(
-        self,
-        parallel: ParallelConfig,
-        *,
-        num_engines: int,
-        gpus_each: int,
-        is_shared: bool,
-        memory: tuple[str, str] | None,
-    ) -> list[str]:
-        """Lines about the placement for the plan of a run. memory: texts about the memory of a
-        process that trains and of an engine; None on a CPU. Others: see `check`."""
+    def describe(self, parallel: ParallelConfig, *, num_engines: int) -> list[str]:
+        """Lines about the placement for the plan of a run."""
         return []
 
 
@@ -45,42 +35,6 @@ class LocalPlacement(PlacementConfig):
     """This machine; or the machines of torchrun, if it has started this process."""
 
     TAG: ClassVar[str] = "local"
-
-    def describe(
-        self,
-        parallel: ParallelConfig,
-        *,
-        num_engines: int,
-        gpus_each: int,
-        is_shared: bool,
-        memory: tuple[str, str] | None,
-    ) -> list[str]:
-        """A line for each process of this machine that has a GPU."""
-        if memory is None:
-            return []
-        world = parallel.num_processes(os.environ)
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        first = int(os.environ.get("RANK", "0")) // here * here
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        gpus = [str(gpu) for gpu in range(here + num_engines * gpus_each)]
-        gpus = visible.split(",") if visible else gpus
-        rows: list[str] = []
-        for at, gpu in enumerate(gpus[:here]):
-            rows.append(f"GPU {gpu}: rank {first + at}, {memory[0]}")
-            if num_engines:
-                places = gpus_of_rank(
-                    num_engines,
-                    first + at,
-                    world,
-                    each=gpus_each,
-                    local_rank=at,
-                    local_world=here,
-                    gpus=gpus,
-                    is_shared=is_shared,
-                )
-                for number, place in enumerate(places):
-                    rows.append(f"GPU {place}: engine {number} of that rank, {memory[1]}")
-        return [f"{'' if at else 'placement':<11}{row}" for at, row in enumerate(rows)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +96,7 @@ class RayPlacement(PlacementConfig):
             out.append({"CPU": cpus} | ({"GPU": gpus} if gpus else {}))
         return out
 
-    def describe(self, parallel: ParallelConfig, *, num_engines: int, **on_gpus: Any) -> list[str]:
+    def describe(self, parallel: ParallelConfig, *, num_engines: int) -> list[str]:
         where = "cluster of this machine" if self.address == "auto" else f"at {self.address}"
         lines = [f"placement  the Ray {where}, {self.strategy}"]
         for rank, place in enumerate(self.places(parallel, num_engines=num_engines)):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,6 +43,8 @@ from lockstep.errors import (
 )
 from lockstep.launch.event_loop import run_to_end
 from lockstep.launch.gpu import Device, check_driver, total_gpu_memory
+from lockstep.launch.placement import LocalPlacement
+from lockstep.launch.workers import gpus_of_rank
 from lockstep.memory import (
     DTYPE_BYTES,
     GIB,
@@ -761,30 +763,40 @@ def internals(
     }
     return [
         *(f"{label:<11}{text}" for label, text in said.items() if text),
-        *config.placement.describe(
-            config.parallel,
-            num_engines=config.engine.num_workers,
-            gpus_each=config.engine.gpus_each,
-            is_shared=config.engine.share_device,
-            memory=_gpu_memory(config, model_files, numerics),
-        ),
+        *config.placement.describe(config.parallel, num_engines=config.engine.num_workers),
+        *_gpu_table(config, model_files, numerics),
     ]
 
 
-def _gpu_memory(
-    config: Config, model_files: ModelFiles, numerics: Numerics | None
-) -> tuple[str, str] | None:
-    """Memory that a process that trains and an engine of its own take of a GPU; None on a CPU."""
-    if config.expected_device == "cpu":
-        return None
-    engine = config.engine
+def _gpu_table(config: Config, model_files: ModelFiles, numerics: Numerics | None) -> Iterator[str]:
+    """A line for each process of this machine on GPUs, with its memory."""
+    if config.expected_device == "cpu" or not isinstance(config.placement, LocalPlacement):
+        return
+    engine, world = config.engine, config.parallel.num_processes(os.environ)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    most = here + engine.num_workers * engine.gpus_each
+    gpus = visible.split(",") if visible else [str(gpu) for gpu in range(most)]
     found = memory_plan(config, model_files, device="cuda", numerics=numerics)
-    trainer = "memory not predicted" if found is None else f"{found.num_bytes / GIB:.1f} GiB"
-    if isinstance(engine, VllmConfig):
-        share = f"{engine.memory_share:.0%}" if engine.memory_share else "vLLM's default share"
-        return trainer, f"{share} of the memory{', in turns' * engine.share_device}"
-    rest = "the rest, in turns" if engine.share_device else f"{GPU_SHARE:.0%} of the memory"
-    return trainer, rest
+    need = "not predicted" if found is None else f"{found.num_bytes / GIB:.1f} GiB"
+    share = getattr(engine, "memory_share", 0.0) or GPU_SHARE
+    for rank, gpu in enumerate(gpus[:here]):
+        yield f"{'GPU ' + gpu:<11}rank {rank}: {need}"
+        if not engine.num_workers:
+            continue
+        places = gpus_of_rank(
+            engine.num_workers,
+            rank,
+            world,
+            each=engine.gpus_each,
+            local_rank=rank,
+            local_world=here,
+            gpus=gpus,
+            is_shared=engine.share_device,
+        )
+        for at, place in enumerate(places):
+            takes = "the rest, in turns" if engine.share_device else f"{share:.0%} of the memory"
+            yield f"{'GPU ' + place:<11}engine {at} of rank {rank}: {takes}"
 
 
 def _dtype(config: ModelChoice) -> str:

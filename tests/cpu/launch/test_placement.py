@@ -35,22 +35,21 @@ def test_the_plan_on_gpus_says_which_process_has_which_and_how_much_memory(monke
     def table(*settings):
         config = resolve(find_recipe("quickstart"), ("device=cuda", *settings))
         lines = plan(config, read_model_files(config))
-        at = next(i for i, line in enumerate(lines) if line.startswith("placement"))
-        return [line[11:] for line in lines[at:]]
+        return [line.split(maxsplit=2)[1:] for line in lines if line.startswith("GPU ")]
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     ranks = ("parallel.processes=2", "engine.replicas=2")
-    first, second, third, fourth = table(*ranks)
-    assert first.startswith("GPU 0: rank 0, ") and first.endswith(" GiB")
-    assert second == "GPU 2: engine 0 of that rank, 90% of the memory"
-    assert third.startswith("GPU 1: rank 1, ") and fourth.startswith("GPU 3: engine 0")
-    shared = table(*ranks, "engine.share_device=true")
-    assert [line.split(":")[0] for line in shared] == ["GPU 0", "GPU 0", "GPU 1", "GPU 1"]
+    apart = table(*ranks)
+    assert [gpu for gpu, _ in apart] == ["0", "2", "1", "3"]
+    assert apart[0][1].startswith("rank 0: ") and apart[0][1].endswith(" GiB")
+    assert apart[1][1] == "engine 0 of rank 0: 90% of the memory"
+    turns = table(*ranks, "engine.share_device=true")
+    assert [gpu for gpu, _ in turns] == ["0", "0", "1", "1"] and "in turns" in turns[1][1]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1,0")
-    wide = table("engine=vllm", "engine.replicas=2", "engine.tensor_parallel=2")
-    assert [line.split(":")[0] for line in wide] == ["GPU 7", "GPU 5,3", "GPU 1,0"]
+    servers = ("engine=vllm", "engine.replicas=2")
+    assert [gpu for gpu, _ in table(*servers, "engine.tensor_parallel=2")] == ["7", "5,3", "1,0"]
     with pytest.raises(ConfigError, match=r"engine\.replicas=2.*\b3\b GPU.*\b5\b"):
-        table("engine=vllm", "engine.replicas=2", "engine.tensor_parallel=3")
+        table(*servers, "engine.tensor_parallel=3")
 
 
 @pytest.mark.parametrize(

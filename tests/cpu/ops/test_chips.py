@@ -11,7 +11,9 @@ from lockstep.errors import ConfigError
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("pip install 'lockstep-rl[cuda]'", allow_module_level=True)
-from lockstep.ops import cuda_attention, cuda_kernels
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("TRITON_INTERPRET", "1")  # read where a kernel is defined, once for all tests
+    from lockstep.ops import cuda_attention, cuda_kernels
 
 
 def test_chips_with_the_instructions_of_ampere_have_its_tiles():
