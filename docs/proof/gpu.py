@@ -1,14 +1,18 @@
-"""What a GPU computes, whether the contract holds there, and how fast it is: `make gpu PART=truth`.
+"""A GPU's first day: what it computes, whether the contract holds there, and how fast it is.
 
-python docs/proof/gpu.py truth        # kernels against float64, the self-test, races: 8 minutes
-python docs/proof/gpu.py contract     # sampler against trainer, equal updates, memory: 8 minutes
-python docs/proof/gpu.py speed        # beside stock torch and transformers: 8 minutes
+make gpu-day                          # installs, then all parts: at most 40 minutes on one card
+python docs/proof/gpu.py              # all parts; with --resume those that are not done
+python docs/proof/gpu.py truth        # kernels against float64, the self-test, races
+python docs/proof/gpu.py contract     # KL 0 of whole runs, equal updates, memory
+python docs/proof/gpu.py vllm         # vLLM beside the trainer on the same card
+python docs/proof/gpu.py speed        # sampling beside vLLM, training beside stock ops
 python docs/proof/gpu.py truth --only attention --small --device cpu   # to try a case anywhere
 
-For one GPU with 80 GB or more and no network: weights are drawn on the device. Each case runs in a
-process of its own with a limit, the most valuable first, and prints one JSON line. What is done is
-in docs/proof/gpu.json, with the machine; a case that is there as "ok" for the same commit is left
-out with --resume. Exit code 1 if a case fails, 2 if there is no GPU to run on.
+For one GPU with 80 GB and no network; a case that needs more than its card has is left out. Weights
+are drawn on the device. Each case runs in a process of its own with a limit, the most valuable
+first, and prints one JSON line. What is done is in docs/proof/gpu.json, with the machine; a case
+that is there for the same commit is not repeated with --resume. Exit code 1 if a case fails, 2 if
+there is no GPU to run on.
 """
 
 from __future__ import annotations
@@ -23,35 +27,44 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from gpu_models import MODELS as CONFIGS
 from gpu_models import config_of
 
-from lockstep.engines.config import EmbeddedConfig
+from lockstep.engines.base import Engine, EngineContext
+from lockstep.engines.config import EmbeddedConfig, VllmConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
+from lockstep.engines.registry import make_engine
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
+from lockstep.models.hf_io import save_checkpoint
+from lockstep.models.locate import locate_model
 from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, lora_shape
+from lockstep.models.shapes import decoder_shapes, num_elements
 from lockstep.ops.base import Ops
 from lockstep.ops.context import AttentionSpec, PackedContext, PagedContext, to_device
 from lockstep.ops.selftest import prove
 from lockstep.types import Request, SamplingParams
 
 ROOT = Path(__file__).parents[2]
-PART_SECONDS = 480
+PARTS = {"truth": 480, "contract": 600, "vllm": 480, "speed": 780}
+"""Part -> its limit in seconds; 39 minutes together."""
 OUT = ROOT / "docs" / "proof" / "gpu.json"
 MODELS = ("Qwen3-0.6B", "Qwen3-8B", "gpt-oss-20b", "Qwen3-30B-A3B", "Llama-3.1-8B")
+DEPTHS = {"Qwen3-0.6B": 28, "Qwen3-8B": 36, "gpt-oss-20b": 24}
 
 Figures = dict[str, Any]
+said_by = partial(subprocess.run, capture_output=True, text=True, check=False, cwd=ROOT)
+"""Runs a command to its end, and keeps what it prints."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +93,7 @@ class Case:
     run: Callable[[Where], Figures]
 
 
+GOOD = ("ok", "left out")
 CASES: dict[str, Case] = {}
 """In the order of their value."""
 
@@ -95,6 +109,16 @@ def case(part: str, label: str, /, *, seconds: int, **settings: Any) -> Callable
 def expect(is_so: bool, what: str) -> None:
     if not is_so:
         raise AssertionError(what)
+
+
+class LeftOut(Exception):
+    """Why this machine cannot run a case."""
+
+
+def need_room(where: Where, num_bytes: float) -> None:
+    """Raises LeftOut if the card has less free memory, with a tenth for workspaces."""
+    if where.device.type == "cuda" and num_bytes > 0.9 * (free := torch.cuda.mem_get_info()[0]):
+        raise LeftOut(f"needs {num_bytes / 2**30:.0f} GiB, and {free / 2**30:.0f} are free")
 
 
 # -- models ---------------------------------------------------------------------------------------
@@ -167,7 +191,7 @@ for _name in MODELS:
 @case("truth", "tests/gpu", seconds=240)
 def tests_gpu(where: Where) -> Figures:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    done = said_by(command)
     # 5: no test was collected, where there is no GPU
     expect(done.returncode in ((0, 5) if where.small else (0,)), done.stdout[-2000:])
     return {"said": done.stdout.strip().splitlines()[-1:]}
@@ -332,37 +356,70 @@ def repeats(where: Where) -> Figures:
 # -- contract -------------------------------------------------------------------------------------
 
 
-def _cli(where: Where, *settings: str, out: Path) -> list[Figures]:
+def _cli(where: Where, *settings: str, out: Path, recipe: str = "quickstart") -> list[Figures]:
     """Metrics of each step of a run."""
-    device = f"device={where.device.type}"
-    command = [sys.executable, "-m", "lockstep.cli", "train", "quickstart", f"out={out}", device]
-    done = subprocess.run(
-        [*command, *settings], capture_output=True, text=True, check=False, cwd=ROOT
-    )
+    command = [sys.executable, "-m", "lockstep.cli", "train", recipe, f"out={out}"]
+    settings = (f"device={where.device.type}", "evaluation.at_start=false", *settings)
+    done = said_by([*command, *settings])
     expect(done.returncode == 0, (done.stdout + done.stderr)[-2000:])
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-def quickstart(where: Where, *, model: str) -> Figures:
-    with tempfile.TemporaryDirectory() as folder:
-        steps = where.pick(25, 1)
-        small = where.pick((), ("groups_per_step=2", "group_size=2", "evaluation.at_start=false"))
+def checkpoint(where: Where, name: str, folder: Path) -> Path:
+    """Random weights at the widths of a model, with the tokenizer of a shipped one."""
+    like, out = locate_model("tiny-qwen3"), folder / name
+    stored = json.loads((like / "config.json").read_text())
+    changes = CONFIGS[name] | {"num_hidden_layers": DEPTHS[name]}
+    changes = where.pick(changes, {}) | {"vocab_size": stored["vocab_size"]}
+    model = make_model(ModelConfig.from_hf(stored | changes), where)
+    save_checkpoint(model, out, like=like, config_changes=changes)
+    return out
+
+
+def run(where: Where, *settings: str, recipe: str, model: str, is_equal: bool) -> Figures:
+    """A short run. is_equal: sampler and trainer must have the same bits for every token."""
+    steps, batch = where.pick(5, 1), where.pick(4, 2)
+    if is_equal:
+        settings = (*settings, "contract=true-on-policy")
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        path = checkpoint(where, model, folder) if model in CONFIGS else model
         rows = _cli(
             where,
-            f"model={model}",
+            f"model={path}",
             "dtype=bfloat16",
-            "contract=true-on-policy",
             f"steps={steps}",
-            *small,
-            out=Path(folder) / "run",
+            f"groups_per_step={batch}",
+            f"group_size={batch}",
+            *settings,
+            out=folder / "run",
+            recipe=recipe,
         )
-    unequal = sum(row.get("mismatch/unequal_tokens", 0) for row in rows)
-    expect(unequal == 0, f"{unequal} unequal tokens")
-    return {"steps": steps, "unequal tokens": unequal, "reward": rows[-1].get("reward/mean")}
+    found: Figures = {"steps": len(rows)}
+    if is_equal:
+        found["unequal tokens"] = sum(row["mismatch/unequal_tokens"] for row in rows)
+        expect(not found["unequal tokens"], f"{found['unequal tokens']} unequal tokens")
+    shown = ("time/step_seconds", "time/sync_seconds", "sync/bytes", "sync/level")
+    return found | {name: rows[-1][name] for name in shown if name in rows[-1]}
 
 
-for _name in ("tiny-gpt-oss", "tiny-qwen3"):
-    case("contract", f"quickstart of {_name} in bfloat16", seconds=150, model=_name)(quickstart)
+for _model in ("Qwen3-0.6B", "tiny-gpt-oss"):
+    case("contract", f"a run of {_model}", seconds=150, model=_model)(
+        partial(run, recipe="quickstart", is_equal=True)
+    )
+case("contract", "LoRA over several turns of Qwen3-0.6B", seconds=150)(
+    lambda where: run(where, "lora.rank=16", recipe="docsearch", model="Qwen3-0.6B", is_equal=True)
+)
+case("contract", "a replica that sleeps on the same card", seconds=150)(
+    lambda where: run(
+        where,
+        "engine.replicas=1",
+        "engine.share_device=true",
+        recipe="quickstart",
+        model="Qwen3-0.6B",
+        is_equal=True,
+    )
+)
 
 
 def schedules(where: Where, *, name: str) -> Figures:
@@ -418,8 +475,8 @@ for _name in ("Qwen3-8B", "gpt-oss-20b"):
 def updates(where: Where) -> Figures:
     """Two runs, and one that is killed after its first checkpoint and continued, end in the same
     bits."""
-    settings = ["groups_per_step=4", "group_size=4", "evaluation.at_start=false", "dtype=bfloat16"]
-    settings += ["steps=4", "checkpoint.every=1"]
+    settings = ["groups_per_step=4", "group_size=4", "dtype=bfloat16", "steps=4"]
+    settings += ["checkpoint.every=1"]
     ends: dict[str, bytes] = {}
     with tempfile.TemporaryDirectory() as folder:
         for label in ("one", "two", "resumed"):
@@ -468,6 +525,30 @@ def memory(where: Where) -> Figures:
     return {"predicted GiB": plan.num_bytes / 2**30, "real GiB, without masters": peak / 2**30}
 
 
+# -- vLLM beside the trainer ----------------------------------------------------------------------
+
+
+def vllm_python(where: Where) -> str:
+    """The interpreter of `make gpu-day`'s environment of vLLM."""
+    python = ROOT / os.environ.get("VLLM_VENV", ".venv-vllm") / "bin" / "python"
+    if where.device.type != "cuda" or not python.exists():
+        raise LeftOut(f"needs a GPU, and {python.relative_to(ROOT)}: make gpu-day installs it")
+    return str(python)
+
+
+def turns(where: Where, *, is_equal: bool) -> Figures:
+    """A run that hands the card over at every step: vLLM sleeps while the trainer trains, gets the
+    weights from the other process, and wakes."""
+    settings = ("engine=vllm", f"engine.python={vllm_python(where)}", "engine.share_device=true")
+    decoder = "lockstep" if is_equal else "vllm"
+    settings = (*settings, f"engine.decoder={decoder}", "sync.qualify=on")
+    return run(where, *settings, recipe="quickstart", model="Qwen3-0.6B", is_equal=is_equal)
+
+
+case("vllm", "in turns with vLLM's own model", seconds=240, is_equal=False)(turns)
+case("vllm", "in turns with Lockstep's decoder in vLLM", seconds=240, is_equal=True)(turns)
+
+
 # -- speed ----------------------------------------------------------------------------------------
 
 
@@ -485,190 +566,114 @@ def _time(where: Where, function: Callable[[], Any], *, repeats: int) -> float:
     return statistics.median(seconds)
 
 
-def _bandwidth(where: Where) -> float:
-    """Bytes a second of reading and writing memory."""
-    source = torch.empty(where.pick(1 << 32, 1 << 20), dtype=torch.uint8, device=where.device)
-    target = torch.empty_like(source)
-    return 2 * len(source) / _time(where, lambda: target.copy_(source), repeats=5)
+def speed(
+    where: Where, make: Callable[[], Engine], batches: Sequence[int], vocab_size: int
+) -> Figures:
+    """Tokens a second of each batch: prompts of 1,024 tokens and replies of 256, all at once."""
+    length, wanted = where.pick((1024, 256), (12, 4))
 
+    async def play(engine: Engine, rows: int) -> float:
+        rng, began = np.random.default_rng(rows), time.perf_counter()
 
-def decode(where: Where, *, name: str, num_layers: int) -> Figures:
-    """Milliseconds of a step through the engine's graph, next to the floor (weights and keys read
-    once) and to a graph of stock torch."""
-    config = shape_of(name, num_layers, where)
-    model = make_model(config, where, ops=own_ops(where))
-    out: Figures = {}
-    grid = [(1, 1024), (64, 1024), (1, 8192), (8, 1024), (64, 8192), (1, 32768), (256, 1024)]
-    rate = _bandwidth(where)
-    for rows, length in where.pick(grid, [(2, 24)]):
-        step = _engine_step(model, rows, length, where)
-        ours = _time(where, step, repeats=where.pick(20, 1))
-        entry = {"ms": ours * 1e3}
-        if not config.is_moe:
-            floor = (_weight_bytes(model) + _key_bytes(config, rows, length, where)) / rate
-            entry["share of the floor's speed"] = floor / ours
-            stock = _stock_decode(model, rows, length, where)
-            entry["stock ms"] = _time(where, stock, repeats=where.pick(20, 1)) * 1e3
-        out[f"{rows} x {length}"] = {key: round(value, 3) for key, value in entry.items()}
-    return {"GB a second": round(rate / 1e9), **out}
-
-
-case("speed", "decode of Qwen3-8B", seconds=180, name="Qwen3-8B", num_layers=36)(decode)
-case("speed", "decode of gpt-oss-20b", seconds=90, name="gpt-oss-20b", num_layers=24)(decode)
-
-
-def _weight_bytes(model: Decoder) -> int:
-    used = [p for name, p in model.named_parameters() if name != "embedding"]
-    return sum(p.numel() * p.element_size() for p in used)
-
-
-def _key_bytes(config: ModelConfig, rows: int, length: int, where: Where) -> int:
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * where.dtype.itemsize
-    return rows * length * per_token
-
-
-def _engine_step(model: Decoder, rows: int, length: int, where: Where) -> Callable[[], None]:
-    page = where.pick(128, 8)
-    tokens = rows * (length + 2 * page)
-    config = EmbeddedConfig(
-        max_num_sequences=rows,
-        max_step_tokens=where.pick(8192, 64),
-        kv_cache_tokens=-(-tokens // page) * page,
-        page_size=page,
-        prefix_cache=False,
-    )
-    engine = EmbeddedEngine(model, config)
-
-    async def fill() -> None:
-        async def ask(number: int) -> None:
-            prompt = np.random.default_rng(number).integers(
-                0, 60, length - 64 if length > 64 else 4
-            )
-            sampling = SamplingParams(max_tokens=where.pick(64 + page, 12))
-            request = Request(
-                id=f"{number}", prompt_ids=prompt.astype(np.int32), sampling=sampling, seed=number
-            )
-            async for _ in engine.generate(request):
+        async def ask(number: int, prompt: np.ndarray) -> None:
+            sampling = SamplingParams(max_tokens=wanted)
+            asked = Request(id=f"{began}/{number}", prompt_ids=prompt, sampling=sampling, seed=1)
+            async for _ in engine.generate(asked):
                 pass
 
-        tasks = [asyncio.create_task(ask(number)) for number in range(rows)]
-        await asyncio.sleep(0)
-        if engine._driver is not None:
-            engine._driver.cancel()
-        while engine._rows.num < rows:
-            engine.step()
-        for task in tasks:
-            task.cancel()
+        prompts = rng.integers(0, vocab_size, (rows, length)).astype(np.int32)
+        await asyncio.gather(*(ask(number, prompt) for number, prompt in enumerate(prompts)))
+        return rows * wanted / (time.perf_counter() - began)
 
-    with asyncio.Runner() as runner:
-        loop = runner.get_loop()
-        # The requests stay in the engine: their waiters are cancelled after the loop has ended.
-        original = engine._end
-        engine._end = lambda *args, **kwargs: None  # pyright: ignore[reportAttributeAccessIssue]
-        loop.run_until_complete(fill())
-        engine._end = original
-    return engine.step
+    async def measure() -> Figures:
+        engine, found = make(), {}
+        try:
+            for rows in batches:
+                await play(engine, rows)  # compiles, and captures graphs
+                found[f"tokens a second, {rows} rows"] = round(await play(engine, rows))
+        finally:
+            await engine.close()
+        return found
+
+    return asyncio.run(measure())
 
 
-def _stock_decode(model: Decoder, rows: int, length: int, where: Where) -> Callable[[], Any]:
-    """The same layers of cuBLAS products and torch's own attention, in a CUDA graph."""
-    c = model.config
-    H, G, D = c.num_heads, c.num_kv_heads, c.head_dim
-    x = torch.randn(rows, c.hidden_size, device=where.device).to(where.dtype)
-    shape = (c.num_layers, rows, G, length, D)
-    keys, values = (torch.randn(shape, device=where.device).to(where.dtype) for _ in range(2))
-
-    def step() -> torch.Tensor:
-        h = x
-        for layer, block in enumerate(model.layers):
-            at: Any = block
-            normed = F.rms_norm(h, h.shape[-1:], at.input_norm, 1e-6)
-            qkv = F.linear(normed, at.attention.qkv_proj.weight).view(rows, -1, D)
-            q = qkv[:, :H, None]
-            keys[layer, :, :, -1:] = qkv[:, H : H + G, None]
-            values[layer, :, :, -1:] = qkv[:, H + G :, None]
-            out = F.scaled_dot_product_attention(q, keys[layer], values[layer], enable_gqa=True)
-            h = h + F.linear(out.flatten(1), at.attention.o_proj.weight)
-            normed = F.rms_norm(h, h.shape[-1:], at.post_attention_norm, 1e-6)
-            gate, up = F.linear(normed, at.mlp.gate_up_proj.weight).chunk(2, -1)
-            h = h + F.linear(F.silu(gate) * up, at.mlp.down_proj.weight)
-        logits = F.linear(F.rms_norm(h, h.shape[-1:], model.final_norm, 1e-6), model.head)
-        return torch.log_softmax(logits.float(), -1).argmax(-1)
-
-    with torch.inference_mode():
-        if where.device.type != "cuda":
-            return torch.inference_mode()(step)
-        for _ in range(3):
-            step()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-    return graph.replay
+BATCHES = (1, 64, 256)
 
 
-@case("speed", "training of Qwen3-0.6B by part", seconds=120)
-def training(where: Where) -> Figures:
-    """Forward and backward of one row, with our ops under the contract, with stock ops, and by
-    transformers with its SDPA attention."""
-    config = shape_of("Qwen3-0.6B", 28, where)
-    model = make_model(config, where, ops=own_ops(where)).requires_grad_(True)
-    prove(model, ops=model.ops)  # finds where cuBLAS may compute
-    out: Figures = {}
-    for T in where.pick((2048, 8192, 16384), (24,)):
-        ids = torch.randint(0, config.vocab_size, (T,), device=where.device)
-        entry: Figures = {}
-        for label, ops in (("contract", model.ops), ("stock", Ops())):
-            mine, model.ops = model.ops, ops
-            entry[f"{label} ms"] = (
-                _time(where, lambda ids=ids: _scored(model, ids), repeats=3) * 1e3
-            )
-            with torch.no_grad():
-                context = PackedContext.of([T], device=where.device)
-                at = torch.arange(T, device=where.device)
-                forward = lambda ids=ids, at=at, context=context: model(ids, at, context)  # noqa: E731
-                entry[f"{label} forward ms"] = _time(where, forward, repeats=3) * 1e3
-            model.ops = mine
-        entry["contract / stock"] = entry["contract ms"] / entry["stock ms"]
-        entry["transformers ms"] = _transformers(config, ids, where) * 1e3
-        out[f"{T} tokens"] = {key: round(value, 2) for key, value in entry.items()}
-    return out
-
-
-def _transformers(config: ModelConfig, ids: torch.Tensor, where: Where) -> float:
-    import transformers
-
-    theirs = transformers.Qwen3Config(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        tie_word_embeddings=config.tie_embeddings,
-    )
-    torch.set_default_dtype(where.dtype)
-    with where.device:
-        model = transformers.Qwen3ForCausalLM(theirs)
-    torch.set_default_dtype(torch.float32)
-
-    def step() -> None:
-        model.zero_grad()
-        model(input_ids=ids[None], labels=ids[None]).loss.backward()
-
-    return _time(where, step, repeats=3)
-
-
-@case("speed", "LoRA step on gpt-oss-20b", seconds=120)
-def lora_step(where: Where) -> Figures:
-    config = shape_of("gpt-oss-20b", 24, where)
+def sampling(where: Where, *, name: str, rows: int) -> Figures:
+    """Ours, under the contract, through the engine's graphs."""
+    config = shape_of(name, DEPTHS[name], where)
+    tokens = rows * where.pick(1536, 128)
+    keys = 2 * config.num_layers * config.num_kv_heads * config.head_dim * where.dtype.itemsize
+    weights = num_elements(decoder_shapes(config)) * where.dtype.itemsize
+    need_room(where, weights + keys * tokens)
     model = make_model(config, where, ops=own_ops(where))
-    add_adapter(model, lora_shape(LoraConfig(rank=16), config), seed=0)
-    model.recomputes_blocks = True
-    T = where.pick(8192, 24)
+    settings = EmbeddedConfig(
+        max_num_sequences=rows, max_step_tokens=8192, kv_cache_tokens=tokens, prefix_cache=False
+    )
+    return speed(where, lambda: EmbeddedEngine(model, settings), [rows], config.vocab_size)
+
+
+def vllm_sampling(where: Where, *, name: str) -> Figures:
+    """vLLM's own model of the same widths, with random weights of its own."""
+    settings = CONFIGS[name] | {"num_hidden_layers": DEPTHS[name]}
+    settings["architectures"] = ["Qwen3ForCausalLM"]
+    with tempfile.TemporaryDirectory() as place:
+        (Path(place) / "config.json").write_text(json.dumps(settings))
+        context = EngineContext(
+            model=None,
+            token_bytes=(),
+            directory=Path(place),
+            vocab_size=settings["vocab_size"],
+            max_tokens=1536,
+            dtype="bfloat16",
+            scratch=Path(place),
+        )
+        config = VllmConfig(
+            python=vllm_python(where),
+            decoder="vllm",
+            max_num_sequences=max(BATCHES),
+            prefix_cache=False,
+            args=("--load-format=dummy",),
+        )
+        return speed(where, lambda: make_engine(config, context), BATCHES, context.vocab_size)
+
+
+for _name in DEPTHS:
+    for _rows in BATCHES:
+        case("speed", f"sampling of {_name}, {_rows} rows", seconds=90, name=_name, rows=_rows)(
+            sampling
+        )
+for _name in ("Qwen3-0.6B", "Qwen3-8B"):
+    case("speed", f"sampling of {_name} by vLLM", seconds=300, name=_name)(vllm_sampling)
+
+
+def training(where: Where, *, name: str, tokens: int, rank: int = 0) -> Figures:
+    """Forward and backward of one row, with our ops under the contract and with stock ops; of all
+    weights, or of an adapter."""
+    config, T = shape_of(name, DEPTHS[name], where), where.pick(tokens, 24)
+    weights = where.dtype.itemsize * num_elements(decoder_shapes(config))
+    need_room(where, weights if rank else 2 * weights)
+    model = make_model(config, where, ops=own_ops(where)).requires_grad_(not rank)
+    if rank:
+        add_adapter(model, lora_shape(LoraConfig(rank=rank), config), seed=0)
+    model.recomputes_blocks = name != "Qwen3-0.6B"
+    prove(model, ops=model.ops)  # finds where cuBLAS may compute
     ids = torch.randint(0, config.vocab_size, (T,), device=where.device)
-    seconds = _time(where, lambda: _scored(model, ids), repeats=3)
-    return {"tokens": T, "ms": round(seconds * 1e3, 1), "tokens a second": round(T / seconds)}
+    found: Figures = {"tokens": T}
+    for label, ops in (("contract", model.ops), ("stock", Ops())):
+        model.ops = ops
+        found[f"{label} ms"] = _time(where, lambda: _scored(model, ids), repeats=3) * 1e3
+    return found | {"contract / stock": found["contract ms"] / found["stock ms"]}
+
+
+for _name, _tokens in (("Qwen3-0.6B", 2048), ("Qwen3-0.6B", 16384), ("Qwen3-8B", 8192)):
+    _label = f"training of {_name}, {_tokens} tokens"
+    case("speed", _label, seconds=90, name=_name, tokens=_tokens)(training)
+case("speed", "LoRA on gpt-oss-20b", seconds=120, name="gpt-oss-20b", tokens=8192, rank=16)(
+    training
+)
 
 
 # -- running --------------------------------------------------------------------------------------
@@ -681,6 +686,8 @@ def run_case(name: str, where: Where) -> Figures:
         found, status = CASES[name].run(where), "ok"
     except AssertionError as error:
         found, status = {"why": str(error)}, "failed"
+    except (LeftOut, torch.OutOfMemoryError) as error:
+        found, status = {"why": str(error)}, "left out"
     return {"case": name, "status": status, "seconds": time.perf_counter() - began, **found}
 
 
@@ -689,9 +696,7 @@ def play(name: str, options: list[str], *, seconds: float) -> Figures:
     command = [sys.executable, __file__, CASES[name].part, "--case", name, *options]
     began = time.perf_counter()
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=seconds, cwd=ROOT
-        )
+        done = said_by(command, timeout=seconds)
     except subprocess.TimeoutExpired:
         return {"case": name, "status": "timed out", "seconds": time.perf_counter() - began}
     lines = done.stdout.splitlines()
@@ -702,13 +707,7 @@ def play(name: str, options: list[str], *, seconds: float) -> Figures:
 
 
 def machine(where: Where) -> Figures:
-    head = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
+    head = said_by(["git", "rev-parse", "--short", "HEAD"])
     name = platform.processor() or platform.machine()
     if where.device.type == "cuda":
         name = torch.cuda.get_device_name()
@@ -720,14 +719,28 @@ def machine(where: Where) -> Figures:
     }
 
 
+def table(done: Figures) -> Iterator[str]:
+    """What is known, as rows of Markdown."""
+    yield "| part | case | result | figures | card |"
+    yield "|---|---|---|---|---|"
+    for part, of_part in done.items():
+        for entry in of_part["cases"]:
+            hidden = ("case", "status", "seconds", "why")
+            figures = {name: value for name, value in entry.items() if name not in hidden}
+            said = ", ".join(f"{name} {value}" for name, value in figures.items())
+            said = said or str(entry.get("why", ""))[:200]
+            cells = (part, entry["case"], entry["status"], said, of_part["machine"]["device"])
+            yield f"| {' | '.join(cells)} |".replace("\n", " ")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("part", choices=("truth", "contract", "speed"))
+    parser.add_argument("parts", nargs="*", choices=[[], *PARTS])
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--small", action="store_true", help="shapes that any machine takes")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--resume", action="store_true", help="leave out what is done already")
-    parser.add_argument("--seconds", type=float, default=PART_SECONDS)
+    parser.add_argument("--seconds", type=float, help="limit of a part, in place of its own")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--case", default="", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -739,30 +752,30 @@ def main() -> int:
         print(json.dumps(run_case(asked.case, where)))
         return 0
     done = json.loads(asked.out.read_text()) if asked.out.exists() else {}
-    here, known = machine(where), done.get(asked.part, {})
-    kept = known.get("cases", []) if asked.resume and known.get("machine") == here else []
-    entries = {entry["case"]: entry for entry in kept if entry["status"] == "ok"}
     options = ["--device", asked.device, *(["--small"] if asked.small else [])]
-    ends = time.monotonic() + asked.seconds
-    for name in _chosen(asked.part, asked.only):
-        if name in entries:
-            continue
-        left = ends - time.monotonic()
-        entry: Figures = {"case": name, "status": "no time"}
-        if left > 5:
-            entry = play(name, options, seconds=min(left, CASES[name].seconds))
-        print(json.dumps(entry), flush=True)
-        entries[name] = entry
-        done[asked.part] = {"machine": here, "cases": list(entries.values())}
-        asked.out.write_text(json.dumps(done, indent=1) + "\n")
-    bad = [name for name, entry in entries.items() if entry["status"] != "ok"]
-    others = f": not {', '.join(bad)}" if bad else ""
-    print(f"{len(entries) - len(bad)} of {len(entries)} cases ok{others}")
+    bad = 0
+    for part in asked.parts or PARTS:
+        here, known = machine(where), done.get(part, {})
+        kept = known.get("cases", []) if asked.resume and known.get("machine") == here else []
+        entries = {entry["case"]: entry for entry in kept if entry["status"] in GOOD}
+        ends = time.monotonic() + (PARTS[part] if asked.seconds is None else asked.seconds)
+        for name, of in CASES.items():
+            if of.part != part or asked.only not in name or name in entries:
+                continue
+            left = ends - time.monotonic()
+            entry: Figures = {"case": name, "status": "no time"}
+            if left > 5:
+                entry = play(name, options, seconds=min(left, of.seconds))
+            print(json.dumps(entry), flush=True)
+            entries[name] = entry
+            done[part] = {"machine": here, "cases": list(entries.values())}
+            asked.out.write_text(json.dumps(done, indent=1) + "\n")
+        failed = [name for name, entry in entries.items() if entry["status"] not in GOOD]
+        others = f": not {', '.join(failed)}" if failed else ""
+        print(f"{part}: {len(entries) - len(failed)} of {len(entries)} cases ok{others}")
+        bad += len(failed)
+    print(*table(done), sep="\n")
     return int(bool(bad))
-
-
-def _chosen(part: str, only: str) -> Iterator[str]:
-    yield from (name for name, of in CASES.items() if of.part == part and only in name)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from full_counts import PROOF
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "docs" / "proof" / "gpu.py"
@@ -58,7 +59,8 @@ def test_a_case_leaves_its_figures_and_is_left_out_when_it_is_resumed(tmp_path):
     assert entry["status"] == "ok" and max(entry["worst relative error"].values()) < 1e-5
     assert json.loads(done.stdout.splitlines()[0]) == entry
     again = run(*asked, "--resume", TRITON_INTERPRET="1")
-    assert again.stdout == "1 of 1 cases ok\n"
+    assert again.stdout.startswith("truth: 1 of 1 cases ok\n")
+    assert "| truth | attention against float64 | ok |" in again.stdout
 
 
 def test_a_case_that_fails_crashes_or_hangs_does_not_end_the_others(gpu, tmp_path, monkeypatch):
@@ -66,13 +68,19 @@ def test_a_case_that_fails_crashes_or_hangs_does_not_end_the_others(gpu, tmp_pat
         gpu.expect(False, "two runs have other bits")
 
     where = gpu.Where(torch.device("cpu"), True)
-    monkeypatch.setattr(gpu, "CASES", {"a": gpu.Case("truth", 9, fails)})
+
+    def is_too_large(where):
+        raise gpu.LeftOut("needs 162 GiB")
+
+    cases = {"a": gpu.Case("truth", 9, fails), "b": gpu.Case("speed", 9, is_too_large)}
+    monkeypatch.setattr(gpu, "CASES", cases)
     assert gpu.run_case("a", where)["why"] == "two runs have other bits"
     assert gpu.run_case("a", where)["status"] == "failed"
     # In the child this name is unknown: it ends with a traceback.
     crashed = gpu.play("a", ["--device", "cpu"], seconds=60)
     assert crashed["status"] == "crashed" and "KeyError" in crashed["why"]
     assert gpu.play("a", ["--device", "cpu"], seconds=0.01)["status"] == "timed out"
+    assert gpu.run_case("b", where) == {**gpu.run_case("b", where), "status": "left out"}
     monkeypatch.setattr(sys, "argv", ["gpu.py", "truth", "--device", "cpu", "--seconds", "0"])
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--out", str(tmp_path / "gpu.json")])
     assert gpu.main() == 1
@@ -80,10 +88,41 @@ def test_a_case_that_fails_crashes_or_hangs_does_not_end_the_others(gpu, tmp_pat
     assert entry == {"case": "a", "status": "no time"}
 
 
-def test_every_part_has_cases_that_fit_into_its_time_one_by_one(gpu):
-    for part in ("truth", "contract", "speed"):
+def test_a_days_parts_take_40_minutes_and_their_cases_fit_one_by_one(gpu):
+    assert sum(gpu.PARTS.values()) <= 40 * 60
+    for part, limit in gpu.PARTS.items():
         seconds = [case.seconds for case in gpu.CASES.values() if case.part == part]
-        assert len(seconds) >= 3 and max(seconds) <= gpu.PART_SECONDS / 2
+        assert len(seconds) >= 2 and max(seconds) <= limit / 2
+
+
+def test_a_case_larger_than_its_card_is_left_out_and_loses_no_other(gpu, monkeypatch):
+    def make_model(*_, **__):
+        raise KeyError("it is made")
+
+    where = gpu.Where(torch.device("cuda"), False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (24 << 30, 24 << 30))
+    monkeypatch.setattr(gpu, "make_model", make_model)
+    monkeypatch.setattr(gpu, "own_ops", lambda where: None)
+    with pytest.raises(KeyError):
+        gpu.sampling(where, name="Qwen3-8B", rows=1)
+    with pytest.raises(gpu.LeftOut, match=r"\b7\d GiB.*\b24\b"):
+        gpu.sampling(where, name="Qwen3-8B", rows=256)
+
+
+IN_CHILDREN = ("tests/gpu", "a run of", "LoRA over", "a replica", "equal updates", "in turns")
+"""Cases that start whole runs: minutes."""
+
+
+def test_a_day_without_a_gpu_runs_its_cases_in_their_small_form(gpu):
+    where = gpu.Where(torch.device("cpu"), True)
+    names = [n for n in gpu.CASES if PROOF or not n.startswith(IN_CHILDREN)]
+    found = {name: gpu.run_case(name, where) for name in names}
+    status = {name: entry["status"] for name, entry in found.items()}
+    assert {n for n, s in status.items() if s != "ok"} == {
+        name for name in names if "vLLM" in name
+    }, [entry for entry in found.values() if entry["status"] == "failed"]
+    done = {"speed": {"machine": {"device": "none"}, "cases": list(found.values())}}
+    assert len(list(gpu.table(done))) == 2 + len(names)
 
 
 @pytest.mark.parametrize(
