@@ -17,6 +17,7 @@ GONE = {
     "exit_0": "ended with exit code 0",
     "kill": "was ended by SIGKILL (by hand, or by the system for want of memory)",
     "abort": "was ended by SIGABRT",
+    "watchdog": "The failed call: rank 1 in NCCL ALLREDUCE.",
     "raise": "list index out of range",
     "system_exit": "no more",
 }
@@ -25,6 +26,7 @@ ENDS = [
     ("init", "kill"),
     ("first", "exit_0"),
     ("later", "raise"),
+    ("later", "watchdog"),
     *[(where, how) for where in ("import", "init", "first", "later") for how in GONE if PROOF],
 ]
 
@@ -66,7 +68,10 @@ def test_a_rank_that_hangs_ends_the_run_at_the_limit_of_waits(where):
     said, errors = process.communicate(timeout=90)
     assert process.returncode == 2, errors
     assert said.startswith("RankError: ")
-    assert "rank 1 did not come" in said or "parallel.timeout_seconds" in said
+    if where == "import":
+        assert "rank 1 did not come" in said or "parallel.timeout_seconds" in said
+    else:
+        assert "rank 0 in all_gather_object" in said and "parallel.timeout_seconds" in said
 
 
 @pytest.mark.parametrize("where, number", [("import", 1), *[("init", 1), ("first", 2)] * PROOF])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -39,6 +40,18 @@ class Rank:
             local_rank=int(found.get("LOCAL_RANK", "0")),
             meeting="env://" if has_store else address,
         )
+
+
+def failed_call(text: str) -> str:
+    """The rank and the collective call that NCCL's watchdog names before it ends a process; empty
+    if the text names none.
+
+    >>> failed_call("[Rank 3] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, "
+    ...             "OpType=ALLREDUCE, NumelIn=4, NumelOut=4, Timeout(ms)=600000) ran for 600029")
+    'rank 3 in NCCL ALLREDUCE'
+    """
+    found = re.search(r"\[Rank (\d+)\].*?OpType=(\w+)", text, re.DOTALL)
+    return "" if found is None else f"rank {found[1]} in NCCL {found[2]}"
 
 
 def free_port() -> int:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from lockstep.children import NOTICE_SECONDS, NUM_LINES, end_of, how_ended
 from lockstep.errors import ConfigError, LockstepError, RankError
 from lockstep.launch.config import ParallelConfig
-from lockstep.launch.place import END_SECONDS, Rank, end_by_sigterm, free_port
+from lockstep.launch.place import END_SECONDS, Rank, end_by_sigterm, failed_call, free_port
 from lockstep.launch.placement import PlacementConfig, RayPlacement
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ class _Follower:
         context = multiprocessing.get_context("spawn")
         self._output, theirs = context.Pipe(duplex=False)
         self._printed: deque[str] = deque(maxlen=NUM_LINES)
-        self._rank = place.rank
+        self._rank, self._failed = place.rank, ""
         self.process = context.Process(target=_rank_main, args=(place, call, theirs), daemon=True)
         self.process.start()
         theirs.close()
@@ -103,6 +103,7 @@ class _Follower:
         with open(self._output.fileno(), errors="replace", closefd=False) as lines:
             for line in lines:
                 self._printed.append(line.rstrip())
+                self._failed = failed_call(line) or self._failed
                 with contextlib.suppress(OSError, ValueError):
                     print(line, end="", file=sys.stderr, flush=True)
 
@@ -111,7 +112,8 @@ class _Follower:
         self.process.join()
         self._reader.join(1.0)  # an own child of it may hold the pipe open
         how = how_ended(self.process.pid, self.process.exitcode)
-        return f"rank {self._rank} {how} before the run did.{end_of(self._printed)}"
+        failed = self._failed and f" The failed call: {self._failed}."
+        return f"rank {self._rank} {how} before the run did.{failed}{end_of(self._printed)}"
 
     def end(self, seconds: float) -> None:
         """Waits `seconds` for the process to end by itself, then kills it."""

@@ -7,8 +7,10 @@ ranks 0 and 1 are a pair, and ranks 0, 2, 4 and 6 divide the rows.
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from lockstep.config import differences
 from lockstep.errors import ConfigError, RankError
-from lockstep.launch.place import Rank, handling_interrupts
+from lockstep.launch.place import Rank, failed_call, handling_interrupts
 
 T = TypeVar("T")
 
@@ -188,15 +190,16 @@ class Ranks:
             return "; ".join(f"rank {rank} has stopped: {why}" for rank, why in stopped.items())
         if why_lost:
             return f"{why_lost} Everything up to the last checkpoint is kept."
-        if "timed out" in str(error).lower():
+        where = failed_call(str(error)) or f"rank {self.rank} in {_call_of(error)}"
+        if "timed out" in str(error).lower() or "timeout" in str(error).lower():
             return (
-                "another process did not answer within the limit of waits "
+                f"{where}: another process did not answer within the limit of waits "
                 "(parallel.timeout_seconds): it hangs, or does something that takes longer. "
                 "Everything up to the last checkpoint is kept."
             )
         return (
-            "another process of the run is gone without a word: killed, or out of memory. "
-            "Everything up to the last checkpoint is kept; go on with resume=true."
+            f"{where}: another process of the run is gone without a word: killed, or out of "
+            "memory. Everything up to the last checkpoint is kept; go on with resume=true."
         )
 
     def _stopped(self) -> dict[int, str]:
@@ -244,6 +247,13 @@ def _open_store(place: Rank, timeout: timedelta) -> Store:
 
 def _group(ranks: range) -> dist.ProcessGroup:
     return cast(dist.ProcessGroup, dist.new_group(list(ranks)))  # a number to those outside
+
+
+def _call_of(error: BaseException) -> str:
+    """The function of torch.distributed that raised an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    calls = [f.name for f in frames if Path(f.filename).name == "distributed_c10d.py"]
+    return next(iter(calls), "a collective call")
 
 
 def _first_line(error: BaseException) -> str:
