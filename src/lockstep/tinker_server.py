@@ -17,7 +17,7 @@ from lockstep.run.build import (
     Numerics,
     choose_numerics,
     engine_context,
-    engine_gpus,
+    gpus_here,
     load_model,
     with_engine,
 )
@@ -102,7 +102,7 @@ async def open_base(
             run=f"{config.name}-{name}",
             scratch=place,
             on_wait=note,
-            gpus=engine_gpus(config.engine, 0, 1, decoder.embedding.device),
+            gpus=gpus_here(config.engine, 0, 1, decoder.embedding.device),
         )
         engine, outside, numerics, line = await _open_outside(
             config, context, decoder, model_files, numerics, place=place

@@ -259,7 +259,7 @@ def gpu_host_table() -> str:
         "launches of a layer in a decode step, 1 row and 64 ragged ones",
         "waits and copies of a step",
         "launches of attention's backward",
-        "registers, at most: sm_80, sm_90, sm_100",
+        "registers, at most: sm_80, sm_90, sm_100, sm_120",
         "spilled bytes",
     )
     rows = []

@@ -74,7 +74,7 @@ def test_attentions_backward_is_a_few_launches_and_no_matrix_of_scores(case):
     *_, dtype, found = case
     if dtype == "float32":
         pytest.skip("float32 forms tiles of scores")
-    assert found["attention's backward"]["launches"] <= 5
+    assert found["attention's backward"]["launches"] <= 12  # with sinks
     assert found["attention's backward"]["largest"] <= 2
 
 

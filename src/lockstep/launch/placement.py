@@ -19,11 +19,9 @@ class PlacementConfig:
         """True if this process only starts and watches a run on other machines."""
         return False
 
-    def check(
-        self, parallel: ParallelConfig, *, num_engines: int, gpus_each: int, is_shared: bool
-    ) -> None:
-        """Raises ConfigError if a run cannot be placed like this. num_engines: engines in processes
-        of their own, with `gpus_each` GPUs. is_shared: they take turns with the trainer on one."""
+    def check(self, parallel: ParallelConfig, *, num_engines: int, is_shared: bool) -> None:
+        """Raises ConfigError if a run cannot be placed like this. num_engines: number of processes
+        that sample. is_shared: they take turns with the trainer on one device."""
 
     def describe(self, parallel: ParallelConfig, *, num_engines: int) -> list[str]:
         """Lines about the placement for the plan of a run."""
@@ -73,17 +71,13 @@ class RayPlacement(PlacementConfig):
     def is_elsewhere(self) -> bool:
         return "RANK" not in os.environ
 
-    def check(
-        self, parallel: ParallelConfig, *, num_engines: int, gpus_each: int, is_shared: bool
-    ) -> None:
+    def check(self, parallel: ParallelConfig, *, num_engines: int, is_shared: bool) -> None:
         self.places(parallel, num_engines=num_engines)
-        wanted = gpus_each if self.trainer_gpus and not is_shared else 0
-        if num_engines and self.replica_gpus != wanted:
+        if num_engines and bool(self.replica_gpus) != (self.trainer_gpus and not is_shared):
             raise ConfigError(
                 f"placement.trainer_gpus={self.trainer_gpus} placement.replica_gpus="
-                f"{self.replica_gpus}: expected placement.replica_gpus={wanted}, as engine and "
-                "trainer run on one kind of device. Give both GPUs, or neither; or the trainer "
-                "alone, with engine.share_device=true."
+                f"{self.replica_gpus}: engine and trainer run on one kind of device. Give both "
+                "GPUs, or neither; or the trainer alone, with engine.share_device=true."
             )
 
     def places(self, parallel: ParallelConfig, *, num_engines: int) -> list[dict[str, float]]:

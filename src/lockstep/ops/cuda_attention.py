@@ -140,8 +140,14 @@ def _merge(highest, total, value, of_split, total_of_split, value_of_split):
 @jit(*UNSPECIALIZED, unaligned=INTEGERS)
 def _attention_kernel(
     q,
+    q_head_step,
+    q_step,
     k,
+    k_head_step,
+    k_step,
     v,
+    v_head_step,
+    v_step,
     sinks,
     tokens,
     query_starts,
@@ -157,12 +163,6 @@ def _attention_kernel(
     lse,
     page_size,
     slot_rows,
-    q_head_step,
-    q_step,
-    k_head_step,
-    k_step,
-    v_head_step,
-    v_step,
     window,
     scale,
     G: tl.constexpr,
@@ -358,9 +358,9 @@ def attend(
     launch(
         _attention_kernel,
         (work.num_programs or len(work.items), G, triton.cdiv(D, tile.values)),
-        queries.storage,
-        keys.storage,
-        values.storage,
+        *queries,
+        *keys,
+        *values,
         None if spec.sinks is None else aligned(spec.sinks),
         work.tokens,
         work.query_starts,
@@ -376,12 +376,6 @@ def attend(
         lse,
         work.page_size,
         slot_rows,
-        queries.head_step,
-        queries.place_step,
-        keys.head_step,
-        keys.place_step,
-        values.head_step,
-        values.place_step,
         NO_WINDOW if spec.window is None else spec.window,
         spec.scale,
         G,
@@ -516,54 +510,15 @@ def _deterministic() -> Generator[None]:
             setattr(deterministic, filling, fills)
 
 
-SINK_TOKENS = 64  # of one program
+def _through(grad_out: Tensor, out: Tensor) -> Tensor:
+    """[T, H] float32: dO . O."""
+    return (grad_out.float() * out.float()).sum(-1)
 
 
 def _sink_gradient(grad_out: Tensor, out: Tensor, lse_TH: Tensor, sinks: Tensor) -> Tensor:
     """[H]: -sum exp(sink - lse) dO . O."""
-    T, H, D = out.shape
-    num_blocks = triton.cdiv(T, SINK_TOKENS)
-    parts = torch.empty(num_blocks, H, dtype=torch.float32, device=out.device)
-    launch(
-        _sink_gradient_kernel,
-        (num_blocks, H),
-        aligned(grad_out),
-        aligned(out),
-        lse_TH.contiguous(),
-        aligned(sinks),
-        parts,
-        T,
-        H,
-        D,
-        triton.next_power_of_2(D),
-        SINK_TOKENS,
-    )
-    return parts.sum(0).to(sinks.dtype)
-
-
-@jit("T")
-def _sink_gradient_kernel(
-    grad,
-    out,
-    lse,
-    sinks,
-    parts,
-    T,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    h = tl.program_id(1)
-    d = tl.arange(0, WIDTH)[None, :]
-    where = (token * H + h)[:, None] * D + d
-    is_inside = (token < T)[:, None] & (d < D)
-    gradient = tl.load(grad + where, mask=is_inside, other=0.0).to(tl.float32)
-    value = tl.load(out + where, mask=is_inside, other=0.0).to(tl.float32)
-    log_sum = tl.load(lse + token * H + h, mask=token < T, other=float("inf"))
-    share = tl.exp(tl.load(sinks + h).to(tl.float32) - log_sum)
-    tl.store(parts + tl.program_id(0) * H + h, -tl.sum(share * tl.sum(gradient * value, 1), 0))
+    share_TH = torch.exp(sinks.float() - lse_TH)
+    return -(share_TH * _through(grad_out, out)).sum(0).to(sinks.dtype)
 
 
 def _sum_places(x: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
@@ -578,7 +533,7 @@ def _tiled_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by the definition. With P = exp(scores - lse), dS = P * (dP - dO . O)."""
     grad_out, q, k, v, out, lse_TH = parts
-    through_TH = (grad_out.float() * out.float()).sum(-1)
+    through_TH = _through(grad_out, out)
     # An output is read at one of its places; the gradient of its other places and of padding is 0.
     grad_places, through_places = (_spread(x, context) for x in (grad_out, through_TH))
     grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]

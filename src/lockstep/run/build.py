@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -29,6 +28,7 @@ from lockstep.run.preflight import (
     Numerics,
     RendererFile,
     check_memory,
+    engine_gpus,
     why_no_contract,
     write_renderer,
 )
@@ -175,7 +175,7 @@ def build(
         run=config.name if scratch is None else scratch.name,
         scratch=scratch if scratch is None or not rank else scratch / f"rank-{rank}",
         on_wait=on_wait,
-        gpus=engine_gpus(config.engine, rank, world, model.embedding.device),
+        gpus=gpus_here(config.engine, rank, world, model.embedding.device),
     )
     hooks = current_hooks()
     if config.engine.share_device:
@@ -361,25 +361,14 @@ def load_teachers(distill: DistillConfig, context: EngineContext, like: Decoder)
     return Teachers(config=distill, models=models, engines=engines)
 
 
-def engine_gpus(engine: EngineConfig, rank: int, world: int, device: torch.device) -> list[str]:
-    """The GPU of each engine of this rank that runs in a process of its own; empty on a CPU."""
+def gpus_here(engine: EngineConfig, rank: int, world: int, device: torch.device) -> list[str]:
+    """`engine_gpus` on this machine; empty on a CPU."""
     import torch
 
-    from lockstep.launch.workers import gpus_of_rank
-
-    if not engine.num_workers or device.type != "cuda":
+    if device.type != "cuda":
         return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return gpus_of_rank(
-        engine.num_workers,
-        rank,
-        world,
-        each=engine.gpus_each,
-        local_rank=device.index or 0,
-        local_world=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
-        gpus=visible.split(",") if visible else [*map(str, range(torch.cuda.device_count()))],
-        is_shared=engine.share_device,
-    )
+    count = torch.cuda.device_count()
+    return engine_gpus(engine, rank, world, local=device.index or 0, num_gpus=count)
 
 
 def choose_numerics(contract: ContractChoice, model: Decoder, *, why_not: str = "") -> Numerics:

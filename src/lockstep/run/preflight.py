@@ -325,7 +325,6 @@ def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> 
         config.placement.check(
             config.parallel,
             num_engines=config.engine.num_workers,
-            gpus_each=config.engine.gpus_each,
             is_shared=config.engine.share_device,
         )
     if world == 1:
@@ -774,29 +773,40 @@ def _gpu_table(config: Config, model_files: ModelFiles, numerics: Numerics | Non
         return
     engine, world = config.engine, config.parallel.num_processes(os.environ)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     most = here + engine.num_workers * engine.gpus_each
-    gpus = visible.split(",") if visible else [str(gpu) for gpu in range(most)]
     found = memory_plan(config, model_files, device="cuda", numerics=numerics)
     need = "not predicted" if found is None else f"{found.num_bytes / GIB:.1f} GiB"
     share = getattr(engine, "memory_share", 0.0) or GPU_SHARE
-    for rank, gpu in enumerate(gpus[:here]):
+    for rank, gpu in enumerate(visible_gpus(most)[:here]):
         yield f"{'GPU ' + gpu:<11}rank {rank}: {need}"
-        if not engine.num_workers:
-            continue
-        places = gpus_of_rank(
-            engine.num_workers,
-            rank,
-            world,
-            each=engine.gpus_each,
-            local_rank=rank,
-            local_world=here,
-            gpus=gpus,
-            is_shared=engine.share_device,
-        )
-        for at, place in enumerate(places):
+        for at, place in enumerate(engine_gpus(engine, rank, world, local=rank, num_gpus=most)):
             takes = "the rest, in turns" if engine.share_device else f"{share:.0%} of the memory"
             yield f"{'GPU ' + place:<11}engine {at} of rank {rank}: {takes}"
+
+
+def visible_gpus(count: int) -> list[str]:
+    """Names of this machine's GPUs for CUDA_VISIBLE_DEVICES. count: their number, without that."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(gpu) for gpu in range(count)]
+
+
+def engine_gpus(
+    engine: EngineConfig, rank: int, world: int, *, local: int, num_gpus: int
+) -> list[str]:
+    """The GPUs of each engine of this rank that runs in a process of its own. local: the rank on
+    its machine, which has `num_gpus`."""
+    if not engine.num_workers:
+        return []
+    return gpus_of_rank(
+        engine.num_workers,
+        rank,
+        world,
+        each=engine.gpus_each,
+        local_rank=local,
+        local_world=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+        gpus=visible_gpus(num_gpus),
+        is_shared=engine.share_device,
+    )
 
 
 def _dtype(config: ModelChoice) -> str:
