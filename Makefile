@@ -113,7 +113,7 @@ $(TRAINERS)/.installed: Makefile | $(VENV)/.installed-dev
 	touch $@
 
 test-trainers: $(TRAINERS)/.installed
-	PYTHONPATH=$(abspath $(TRAINERS)) $(BIN)/python -m pytest tests/parity/test_doctor_trl.py tests/parity/test_doctor_verl.py tests/parity/test_doctor_watch.py tests/parity/test_trl.py
+	PYTHONPATH=$(abspath $(TRAINERS)) $(BIN)/python -m pytest tests/parity/test_doctor_trl.py tests/parity/test_doctor_verl.py tests/parity/test_doctor_watch.py tests/parity/test_trl_equal.py
 
 # The package renderers, whose dependencies are many and partly not declared, and mistral-common, beside ours.
 RENDERERS = build/renderers

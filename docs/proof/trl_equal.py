@@ -71,10 +71,10 @@ def share_of_digits(completions: list[Any], **_: Any) -> list[float]:
 
 
 def make_trainer(
-    model: str | Path, out: str | Path, *, lora: bool = False, base: str = "GRPOTrainer",
+    source: str | Path, out: str | Path, *, lora: bool = False, base: str = "GRPOTrainer",
     settings: dict[str, Any] | None = None, **parts: Any,
 ) -> Any:  # fmt: skip
-    """A trainer of TRL with the mixin, the decoder and the engine. settings: of its config. parts:
+    """A trainer of TRL with the mixin, the decoder and the engine. settings: its config. parts:
     its arguments."""
     import trl
     from datasets import Dataset
@@ -86,7 +86,7 @@ def make_trainer(
     from lockstep.integrations.trl import LockstepMixin, Sampler
 
     kind = type("Trainer", (LockstepMixin, getattr(trl, base)), {})
-    decoder = LockstepForCausalLM.from_pretrained(model)
+    decoder = LockstepForCausalLM.from_pretrained(source)
     adapter = LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", target_modules="all-linear")
     prompts = InMemoryTable.from_pylist([{"prompt": prompt} for prompt in PROMPTS * 4])
     arguments = {
@@ -208,8 +208,12 @@ def main() -> None:
         print(json.dumps(runs[-1]), flush=True)
     names = ("trl", "transformers", "peft", "torch")
     versions = {name: importlib.metadata.version(name) for name in names}
-    result = {"model": options.model or "random Qwen3, 2 layers", "runs": runs, **versions}
     if options.json:
+        from run import stamp
+
+        model = options.model or "random Qwen3, 2 layers"
+        result = stamp("python docs/proof/trl_equal.py --packages DIR") | {"model": model}
+        result |= {"runs": runs, "versions": versions}
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
     if any(run["unequal_tokens"] or run["largest_kl"] for run in runs):
         raise SystemExit("the two sides differ")

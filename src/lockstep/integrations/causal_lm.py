@@ -13,6 +13,7 @@ PEFT. The dtype of the weights is the dtype of the computation, also inside of a
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -50,19 +51,11 @@ Tensor = torch.Tensor
 
 IGNORED = -100
 """Label of a token that is not scored: the number that transformers takes."""
-IGNORABLE = (
-    "attn_implementation",
-    "experts_implementation",
-    "trust_remote_code",
-    "local_files_only",
-    "low_cpu_mem_usage",
-    "use_safetensors",
-    "use_cache",
-    "return_dict",
-    "_from_auto",
-    "adapter_kwargs",
+OF_TRANSFORMERS = re.compile(
+    "(attn|experts)_implementation|trust_remote_code|local_files_only|low_cpu_mem_usage"
+    "|use_(safetensors|cache)|return_dict|_from_auto|adapter_kwargs"
 )
-"""Arguments that choose among implementations of transformers."""
+"""Arguments that choose among implementations of transformers: without effect here."""
 
 
 class LockstepConfig(PreTrainedConfig):
@@ -255,9 +248,8 @@ class LockstepForCausalLM(PreTrainedModel):
 
         Raises CapabilityError for an option that the decoder does not have.
         """
-        refused = [
-            k for k, v in options.items() if v is not None and v is not False and k not in IGNORABLE
-        ]
+        given = [name for name, value in options.items() if value is not None]
+        refused = [n for n in given if options[n] is not False and not OF_TRANSFORMERS.fullmatch(n)]
         if refused:
             raise CapabilityError(
                 f"LockstepForCausalLM computes text without a cache; it cannot take "
@@ -391,7 +383,7 @@ class LockstepForCausalLM(PreTrainedModel):
 
         Raises CapabilityError for options of transformers that would change the numbers.
         """
-        refused = [k for k, v in options.items() if v and k not in IGNORABLE]
+        refused = [k for k, v in options.items() if v and not OF_TRANSFORMERS.fullmatch(k)]
         if refused:
             raise CapabilityError(
                 f"LockstepForCausalLM.from_pretrained cannot take {', '.join(refused)}; it takes "

@@ -38,7 +38,7 @@ from lockstep.launch.event_loop import run_to_end
 from lockstep.types import Request, SamplingParams, frozen_ids
 
 TESTED = "1.16"
-"""Release of TRL that tests/parity/test_trl.py runs."""
+"""Release of TRL that tests/parity/test_trl_equal.py runs."""
 HOOKS = (
     "_generate_single_turn",
     "_generate_and_score_completions",
@@ -85,13 +85,15 @@ def watch(
             f"{type(target).__name__}. For any other trainer: watch = lockstep.watch(DIRECTORY), "
             "then watch.verl, .slime, .prime_rl, .tinker or .rows in its loop."
         )
-    place = Path(target.args.output_dir) / "doctor" if directory is None else Path(directory)
-    tokenizer = tokenizer or getattr(target, "processing_class", None)
-    watching = Watch(place, tokenizer=tokenizer, **options)
-    kind = type(target)
+    watching = _watch_of(target, directory=directory, tokenizer=tokenizer, **options)
+    before: _Session | None = getattr(target, "_lockstep", None)
     if not isinstance(target, LockstepMixin):
+        kind = type(target)
         target.__class__ = type(kind.__name__, (LockstepMixin, kind), {})
-    target._lockstep = _Session(trainer=target, watching=watching, strict=strict)
+    if before is None:
+        target._lockstep = _Session(trainer=target, watching=watching, strict=strict)
+    else:
+        target._lockstep = replace(before, watching=watching, strict=strict)
     return watching
 
 
@@ -127,12 +129,20 @@ class LockstepMixin:
                 f"correction.level={correction.level}: RLOOTrainer has one ratio for a reply; "
                 "expected sequence or geometric."
             )
-        if watch is not False:
-            globals()["watch"](self, strict=strict, **({} if watch is True else watch))
-        session = self._lockstep or _Session(trainer=self, watching=None, strict=strict)
-        self._lockstep = session
-        session.correction, session.sampler = correction, sampler
-        _use_decoder(self)
+        options = {} if watch is True else watch
+        self._lockstep = _Session(
+            trainer=self,
+            watching=None if options is False else _watch_of(self, **options),
+            strict=strict,
+            correction=correction,
+            sampler=sampler,
+        )
+
+    def train(self, *args: Any, **more: Any) -> Any:
+        out = super().train(*args, **more)
+        if self._lockstep is not None and self._lockstep.watching is not None:
+            self._lockstep.watching.try_page()
+        return out
 
     def _generate_single_turn(self, prompt_ids: Any, *args: Any, **more: Any) -> Any:
         session = self._lockstep
@@ -146,15 +156,16 @@ class LockstepMixin:
         session = self._lockstep
         if session is None or not self.model.training:
             return super()._generate_and_score_completions(inputs, *args, **more)
-        session.scores = []
+        session.first_scores = None
         batch = super()._generate_and_score_completions(inputs, *args, **more)
         return session.guarded(lambda: session.take_batch(batch)) or batch
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **more: Any) -> Any:
         found = super()._get_per_token_logps_and_entropies(*args, **more)
         session = self._lockstep
-        if session is not None:
-            session.scores.append(found[0].detach())
+        if session is not None and self.model.training:
+            if session.first_scores is None:
+                session.first_scores = found[0].detach()
             if session.in_loss is not None:
                 session.guarded(session.take_loss)
                 session.in_loss = None
@@ -164,7 +175,7 @@ class LockstepMixin:
         session = self._lockstep
         if session is not None and "lockstep_row" in inputs:
             inputs = dict(inputs)  # the weights of this pass are put into it
-            session.scores, session.in_loss = [], inputs
+            session.first_scores, session.in_loss = None, inputs
         return super()._compute_loss(model, inputs, *args, **more)
 
 
@@ -177,8 +188,8 @@ class _Session:
     strict: bool
     correction: Correction | None = None
     sampler: Sampler | None = None
-    scores: list[Any] = field(default_factory=list[Any])
-    """Log-probs [rows, tokens] that TRL has computed since this was emptied."""
+    first_scores: torch.Tensor | None = None
+    """Log-probs [rows, tokens] of the policy, which TRL computes first in a generation or loss."""
     logprobs: Sequence[Sequence[float]] | None = None
     """The sampler's, of the last turn."""
     in_loss: dict[str, Any] | None = None
@@ -198,7 +209,7 @@ class _Session:
         self.guarded(lambda: _check_there(HOOKS, [name for name in HOOKS if hasattr(own, name)]))
         if self.watching is not None:
             _tell_facts(self.watching, trainer)
-            trainer.add_callback(_PageAtEnd(self.watching))
+        _use_decoder(trainer)
 
     def guarded(self, function: Callable[[], Any]) -> Any:
         """The function's value. None if it fails: then nothing is done from here on."""
@@ -221,14 +232,14 @@ class _Session:
         """A batch of generations as TRL is to train on it."""
         _check_there(COLUMNS, batch)
         batch, self.reports, self.waiting = dict(batch), [], None
-        if "old_logps" in batch and self.scores:  # RLOO keeps their sums alone
-            batch["old_per_token_logps"] = self.scores[0]
+        if "old_logps" in batch:  # RLOO keeps their sums alone
+            batch["old_per_token_logps"] = self.first_scores
         if self.logprobs is not None and "sampling_per_token_logps" not in batch:
             batch["sampling_per_token_logps"] = _padded(self.logprobs, batch["completion_ids"])
         self.logprobs = None
         is_waiting = "sampling_per_token_logps" in batch and "old_per_token_logps" not in batch
-        by_batch = self.correction
-        if is_waiting and by_batch and (by_batch.is_normalized or by_batch.changes_advantages):
+        how = self.correction
+        if is_waiting and how and (how.is_normalized or how.changes_advantages):
             batch["old_per_token_logps"] = self.score(batch)
         elif is_waiting:
             self.waiting, self.num_seen = dict(batch), 0
@@ -256,15 +267,14 @@ class _Session:
 
     def take_loss(self) -> None:
         """Weighs the rows of a loss, whose log-probs TRL has just computed."""
-        inputs, logprobs = self.in_loss, self.scores[0]
-        assert inputs is not None, "called inside of a loss"
+        inputs, logprobs = self.in_loss, self.first_scores
+        assert inputs is not None and logprobs is not None, "called inside of a loss"
         self.weigh(inputs, logprobs)
         if (batch := self.waiting) is None:  # the rows' second pass
             return
         rows = inputs["lockstep_row"]
-        column = batch.setdefault(
-            "old_per_token_logps", logprobs.new_zeros(batch["completion_ids"].shape)
-        )
+        empty = torch.zeros_like(batch["sampling_per_token_logps"])
+        column = batch.setdefault("old_per_token_logps", empty)
         column[rows] = logprobs
         self.num_seen += len(rows)
         if self.num_seen >= len(column):
@@ -415,7 +425,8 @@ def _use_decoder(trainer: Any) -> None:
     mine = _base(trainer.model)
     if not hasattr(mine, "for_engine"):
         return
-    if trainer.ref_model is not None:
+    reference = _base(trainer.ref_model)
+    if reference is not None and not hasattr(reference, "for_engine"):
         theirs = type(mine).from_pretrained(mine.config.checkpoint, dtype=mine.dtype)
         theirs.to(trainer.accelerator.device).requires_grad_(False)
         trainer.ref_model = trainer.accelerator.prepare_model(theirs, evaluation_mode=True)
@@ -451,6 +462,14 @@ def _padded(rows: Sequence[Sequence[float]], like: Any) -> Any:
     return out.to(like.device)
 
 
+def _watch_of(
+    trainer: Any, *, directory: str | Path | None = None, tokenizer: Any = None, **options: Any
+) -> Watch:
+    place = Path(trainer.args.output_dir) / "doctor" if directory is None else Path(directory)
+    tokenizer = tokenizer or getattr(trainer, "processing_class", None)
+    return Watch(place, tokenizer=tokenizer, **options)
+
+
 def _tell_facts(watching: Watch, trainer: Any) -> None:
     args = trainer.args
     if getattr(trainer, "rollout_func", None) is None:  # else only it knows how replies end
@@ -462,18 +481,3 @@ def _tell_facts(watching: Watch, trainer: Any) -> None:
         top_p=getattr(args, "top_p", None),
         top_k=getattr(args, "top_k", None),
     )
-
-
-class _PageAtEnd:
-    """A TrainerCallback, without importing transformers: it writes the page when training ends."""
-
-    def __init__(self, watching: Watch) -> None:
-        self._watching = watching
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._watching.try_page()
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        if not name.startswith("on_"):
-            raise AttributeError(name)
-        return lambda *_, **__: None

@@ -1,6 +1,6 @@
 """The mixin for TRL's trainers, on a hand-written trainer: what it records, weighs and says.
 
-tests/parity/test_trl.py runs TRL's own.
+tests/parity/test_trl_equal.py runs TRL's own.
 """
 
 import logging
@@ -47,7 +47,7 @@ class FakeTrainer:
         self.state = SimpleNamespace(global_step=0)
         self.processing_class = None
         self._metrics = {"train": Logged()}
-        self.batch, self.callbacks, self.losses = batch, [], {}
+        self.batch, self.losses = batch, {}
 
     def _generate_single_turn(self, prompt_ids):
         return prompt_ids, None
@@ -66,16 +66,10 @@ class FakeTrainer:
         self._get_per_token_logps_and_entropies(model, inputs["completion_ids"], None, 4)
         self.losses[int(inputs["completion_ids"][0, 0])] = inputs["advantages"]
 
-    def add_callback(self, callback):
-        self.callbacks.append(callback)
-
     def train(self):
         out = self._generate_and_score_completions(["a prompt"])
         for row in (1, 0) if "completion_ids" in out else ():
             self._compute_loss(self.model, {name: x[[row]] for name, x in out.items() if x.ndim})
-        for event in ("on_step_end", "on_log", "on_train_end"):
-            for callback in self.callbacks:
-                assert getattr(callback, event)(self.args, self.state, None) is None
         return out
 
 
