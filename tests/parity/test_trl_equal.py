@@ -117,7 +117,7 @@ def test_replies_after_the_answer_of_a_tool_continue_the_sampled_ids(tmp_path):
     class Keeping(Sampler):
         def sample(self, prompt_ids, trainer):
             found = super().sample(prompt_ids, trainer)
-            seen.append((prompt_ids, found[0]))
+            seen.append((prompt_ids, list(found[0])))  # TRL changes its list
             return found
 
     settings = parts.pop("settings") | {"max_steps": 1, "temperature": config.agent.temperature}
