@@ -47,7 +47,8 @@ def test_registered_by_name_they_are_found_by_verl(peer):
 def test_ppo_with_the_drivers_weights_is_verls_vanilla_loss(peer, monkeypatch, mode):
     set_words(monkeypatch, "correction=tis objective.dual_clip=3")
     new, old, _, advantages, mask = batch()
-    config = peer.ActorConfig(global_batch_info={"dp_size": 2})
+    batch_info = {"dp_size": 2, "batch_num_tokens": 80, "global_batch_size": 5}
+    config = peer.ActorConfig(global_batch_info=batch_info)
     weights = torch.rand(4, 30)
     results = []
     for function in (verl.policy_loss, peer.core_algos.compute_policy_loss_vanilla):

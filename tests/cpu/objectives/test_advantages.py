@@ -96,6 +96,12 @@ def test_the_baseline_is_the_groups_the_others_or_the_batchs():
     np.testing.assert_allclose(scaled, of_batch / values.std(ddof=1), rtol=1e-5)
 
 
+def test_a_trajectory_in_two_groups_counts_once_in_each():
+    values, groups = np.array([1.0, 0.0, 4.0, 2.0]), np.array([0, 0, 1, 1])
+    found = leaf_advantages(RLOO(), values, trajectories=np.array([0, 1, 0, 1]), groups=groups)
+    assert found.tolist() == [1.0, -1.0, 2.0, -2.0]
+
+
 def test_reinforce_plus_plus_with_group_baselines_divides_by_the_batchs_deviation():
     values, groups = np.array([1.0, 0.0, 4.0, 1.0]), np.array([0, 0, 1, 1])
     each = {"trajectories": np.arange(4), "groups": groups}
