@@ -178,6 +178,8 @@ def _attach() -> None:
     """The watch looks at the batch of each step before the actor's update."""
     trainer = hook_of(TRAINER, "PPOTrainer", tested=TESTED)
     update = hook_of(trainer, "_update_actor", tested=TESTED)
+    if hasattr(update, "__wrapped__"):
+        return  # by an earlier callback of this process
 
     @wraps(update)
     def watched(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:

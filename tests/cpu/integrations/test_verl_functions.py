@@ -152,7 +152,9 @@ def test_the_watch_looks_before_the_update_and_its_figures_are_logged(run, tmp_p
     batch = SimpleNamespace(keys=keys, tags=[{}] * 3, partition_id="train")
     assert trainer._update_actor(batch, metrics) == "updated"
     assert metrics["doctor/rows"] == 3
+    once = modules.trainer.PPOTrainer._update_actor
     verl.Callback(config={}).on_save(trainer=trainer, global_step=4)
+    assert modules.trainer.PPOTrainer._update_actor is once
     assert (tmp_path / "doctor.html").exists()
 
 
