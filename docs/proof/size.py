@@ -25,13 +25,13 @@ CEILINGS = {
     "models and ops": 8_809,
     "engines, sync, launch": 9_051,
     "agent": 7_027,
-    "learn: training, correction, objectives": 5_158,
+    "learn: training, correction, objectives": 5_155,
     "doctor": 7_599,
-    "integrations": 1_227,
+    "integrations": 1_229,
     "store, observe, report": 2_802,
     "environments and recipes": 4_121,
     "testing": 1_547,
-    "tests": 61_641,
+    "tests": 61_648,
     "proofs and benchmarks": 11_776,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling

@@ -117,9 +117,8 @@ def _(config: ReinforcePlusPlus, rewards: Any, *, trajectories: Any, groups: Any
 def _leaves(
     rewards: Numbers, trajectories: Numbers | None, groups: Numbers | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[L] each: rewards, float64; the trajectories, a number for each in each group: turns that are
-    compared with those of other episodes make groups that an episode is in several times; the
-    groups."""
+    """[L] each: rewards, float64; numbers of the trajectories, other ones in each group; of the
+    groups. An episode is in several groups where its turns are compared."""
     values = torch.as_tensor(rewards).double().reshape(-1)
     device = values.device
     if trajectories is None:
@@ -130,8 +129,8 @@ def _leaves(
         raise AlignmentError(f"{len(values)} rewards, but the trajectories of {len(owner)} leaves.")
     if groups is None:
         return values, owner, torch.zeros_like(owner)
-    group = torch.as_tensor(groups, device=device)
-    return values, _numbered(group)[0] * len(values) + _numbered(owner)[0], group
+    group = _numbered(torch.as_tensor(groups, device=device))
+    return values, group * len(values) + _numbered(owner), group
 
 
 def _over(names: Tensor, values: Tensor, how: str = "sum") -> Tensor:
@@ -139,15 +138,14 @@ def _over(names: Tensor, values: Tensor, how: str = "sum") -> Tensor:
     every run, and no wait for a GPU."""
     if not len(values):
         return values
-    first, order = _numbered(names)
+    order, first = names.argsort(stable=True), _numbered(names)
     lengths = torch.zeros_like(first).scatter_add_(0, first, torch.ones_like(first))
     return torch.segment_reduce(values[order], how, lengths=lengths, unsafe=True)[first]
 
 
-def _numbered(names: Tensor) -> tuple[Tensor, Tensor]:
-    """([L] a number below L for each name, [L] the order that sorts the names)."""
-    ordered, order = names.sort(stable=True)
-    return torch.searchsorted(ordered, names), order
+def _numbered(names: Tensor) -> Tensor:
+    """[L] int64 below L: equal for equal names alone."""
+    return torch.searchsorted(names.sort().values, names)
 
 
 def _is_level(values: Tensor, weight: Tensor, group: Tensor) -> Tensor:

@@ -586,9 +586,7 @@ def explained_variance(values: Tensor, returns: Tensor, layout: Layout) -> float
 
     low = torch.where(is_counted, returns, torch.inf).amin()
     high = torch.where(is_counted, returns, -torch.inf).amax()
-    left, whole, is_level = (
-        torch.stack([variance(returns - values), variance(returns), (low >= high).double()])
-        .cpu()
-        .tolist()
-    )
-    return None if is_level else 1.0 - left / whole
+    left, whole, is_level = torch.stack(
+        [variance(returns - values), variance(returns), (low >= high).double()]
+    ).cpu()
+    return None if is_level else 1.0 - float(left / whole)
