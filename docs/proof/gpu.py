@@ -376,7 +376,9 @@ def checkpoint(where: Where, name: str, folder: Path) -> Path:
     return out
 
 
-def run(where: Where, *settings: str, recipe: str, model: str, is_equal: bool) -> Figures:
+def run(
+    where: Where, *, settings: Sequence[str] = (), recipe: str, model: str, is_equal: bool
+) -> Figures:
     """A short run. is_equal: sampler and trainer must have the same bits for every token."""
     steps, batch = where.pick(5, 1), where.pick(4, 2)
     if is_equal:
@@ -395,31 +397,24 @@ def run(where: Where, *settings: str, recipe: str, model: str, is_equal: bool) -
             out=folder / "run",
             recipe=recipe,
         )
-    found: Figures = {"steps": len(rows)}
+    found: Figures = {"steps": steps}
     if is_equal:
-        found["unequal tokens"] = sum(row["mismatch/unequal_tokens"] for row in rows)
-        expect(not found["unequal tokens"], f"{found['unequal tokens']} unequal tokens")
+        key = "mismatch/unequal_tokens"
+        counts = [row[key] for row in rows if key in row]
+        expect(len(counts) == steps and not sum(counts), f"unequal tokens of each step: {counts}")
+        found["unequal tokens"] = sum(counts)
     shown = ("time/step_seconds", "time/sync_seconds", "sync/bytes", "sync/level")
-    return found | {name: rows[-1][name] for name in shown if name in rows[-1]}
+    return found | {name: row[name] for row in rows for name in shown if name in row}
 
 
-for _model in ("Qwen3-0.6B", "tiny-gpt-oss"):
-    case("contract", f"a run of {_model}", seconds=150, model=_model)(
-        partial(run, recipe="quickstart", is_equal=True)
-    )
-case("contract", "LoRA over several turns of Qwen3-0.6B", seconds=150)(
-    lambda where: run(where, "lora.rank=16", recipe="docsearch", model="Qwen3-0.6B", is_equal=True)
-)
-case("contract", "a replica that sleeps on the same card", seconds=150)(
-    lambda where: run(
-        where,
-        "engine.replicas=1",
-        "engine.share_device=true",
-        recipe="quickstart",
-        model="Qwen3-0.6B",
-        is_equal=True,
-    )
-)
+REAL, EQUAL = "Qwen3-0.6B", {"recipe": "quickstart", "is_equal": True}
+TURNS = ("engine.replicas=1", "engine.share_device=true")
+case("contract", f"a run of {REAL}", seconds=150, model=REAL, **EQUAL)(run)
+case("contract", "a run of tiny-gpt-oss", seconds=150, model="tiny-gpt-oss", **EQUAL)(run)
+LORA = EQUAL | {"recipe": "docsearch", "settings": ("lora.rank=16",)}
+case("contract", f"LoRA over several turns of {REAL}", seconds=150, model=REAL, **LORA)(run)
+BESIDE = EQUAL | {"settings": TURNS}
+case("contract", "a replica that sleeps on the card", seconds=150, model=REAL, **BESIDE)(run)
 
 
 def schedules(where: Where, *, name: str) -> Figures:
@@ -542,7 +537,7 @@ def turns(where: Where, *, is_equal: bool) -> Figures:
     settings = ("engine=vllm", f"engine.python={vllm_python(where)}", "engine.share_device=true")
     decoder = "lockstep" if is_equal else "vllm"
     settings = (*settings, f"engine.decoder={decoder}", "sync.qualify=on")
-    return run(where, *settings, recipe="quickstart", model="Qwen3-0.6B", is_equal=is_equal)
+    return run(where, settings=settings, recipe="quickstart", model=REAL, is_equal=is_equal)
 
 
 case("vllm", "in turns with vLLM's own model", seconds=240, is_equal=False)(turns)

@@ -27,12 +27,12 @@ CEILINGS = {
     "agent": 7_027,
     "learn: training, correction, objectives": 5_155,
     "doctor": 7_599,
-    "integrations": 1_229,
+    "integrations": 1_228,
     "store, observe, report": 2_802,
     "environments and recipes": 4_121,
     "testing": 1_547,
-    "tests": 61_648,
-    "proofs and benchmarks": 11_776,
+    "tests": 61_644,
+    "proofs and benchmarks": 11_774,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling
 follows."""

@@ -32,7 +32,7 @@ from lockstep.ops.context import AttentionSpec, PackedContext
 from lockstep.ops.contract import Fingerprint
 from lockstep.ops.cuda import CudaOps
 from lockstep.training.config import TrainerConfig
-from lockstep.training.correcting import loss_weights
+from lockstep.training.correcting import TokenJudge, loss_weights
 from lockstep.training.totals import Totals
 from lockstep.training.trainer import Trainer
 from lockstep.types import Request, Sample, SamplingParams
@@ -160,9 +160,10 @@ def train(gpu: StubGpu, name: str, num_layers: int, dtype: torch.dtype) -> dict[
 
     def run(objective: ObjectiveConfig, samples: list[Sample]) -> None:
         weights_of = loss_weights(samples, objective.aggregate)
+        judge, num_trained = TokenJudge(Correction.bypass(), version=0), sum(map(len, samples))
         totals = Totals(trainer.device, num_experts=trainer.model.config.num_experts)
         for batch in trainer.pack(samples):
-            trainer._backward(make_loss(objective), weights_of, Correction.bypass(), batch, totals)
+            trainer._backward(make_loss(objective), weights_of, judge, num_trained, batch, totals)
 
     out: dict[str, Any] = {}
     for objective in (PPOClip(), GSPO(), CISPO(), DPPO(), Reinforce()):

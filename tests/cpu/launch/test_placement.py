@@ -56,7 +56,7 @@ def test_the_plan_on_gpus_says_which_process_has_which_and_how_much_memory(monke
     "settings, message",
     [
         (("placement.trainer_gpus=2",), r"placement\.trainer_gpus=2.*\b0\b.*\b1\b"),
-        (("placement.wait_seconds=0",), "above 0"),
+        (("placement.trainer_cpus=0",), "above 0"),
         (("placement.trainer_gpus=1",), "Give both GPUs, or neither"),
         (
             ("placement.trainer_gpus=1", "placement.replica_gpus=1", "engine.share_device=true"),
