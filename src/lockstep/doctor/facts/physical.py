@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,12 @@ def _still(values: Float64Array) -> BoolArray:
 def _stagnates(values: Float64Array) -> BoolArray:
     """[S] True where the mean of the last ten steps is no higher than the mean of the ten before,
     beyond two standard errors."""
-    out, half = np.zeros(len(values), np.bool_), 2 * STEPS
-    for end in range(2 * half, len(values) + 1):
-        before, last = values[end - 2 * half : end].reshape(2, half)
-        error = np.sqrt((before.var(ddof=1) + last.var(ddof=1)) / half)
-        out[end - 1] = last.mean() - before.mean() <= 2 * error
+    out = np.zeros(len(values), np.bool_)
+    for end in range(4 * STEPS, len(values) + 1):
+        halves = values[end - 4 * STEPS : end].reshape(2, -1)
+        before, last = halves.mean(1)
+        error = np.sqrt(halves.var(1, ddof=1).sum() / halves.shape[1])
+        out[end - 1] = last - before <= 2 * error
     return out
 
 
@@ -127,13 +129,17 @@ def contradictions(setting: Setting) -> Finding:
     """Contradictions in the metrics of steps."""
     named = known_metrics(setting.step_metrics)
     rows = [row for row in named if THEIR_NAMES.keys() & row.keys()]
-    with np.errstate(invalid="ignore"):
-        rules = _rules(lambda name: _column(rows, name)) if rows else {}
+    told = f"no rule is broken in {len(rows)} steps"
+    finding = Finding(
+        check=PHYSICAL, claim=CLAIM, verdict="consistent", measured=told, basis="shown"
+    )
     if not rows:
         found = sorted({name for row in setting.step_metrics for name in row})
         told = f"no rule could be tried. Found: {', '.join(found[:6]) or 'none'}; read are "
         told += ", ".join(f"{ours} (or {', '.join(n)})" for ours, n in THEIR_NAMES.items())
-        return _finding("not_checkable", told, "step_metrics")
+        return replace(finding, verdict="not_checkable", measured=told, lacks=("step_metrics",))
+    with np.errstate(invalid="ignore"):
+        rules = _rules(lambda name: _column(rows, name))
     steps = [int(row.get("step", i)) for i, row in enumerate(rows)]
     fired = [
         f"{words} (steps {steps[at[0]]} to {steps[at[1] - 1]})"
@@ -141,20 +147,8 @@ def contradictions(setting: Setting) -> Finding:
         for words, holds in found.items()
         if (at := _longest(holds))[1] - at[0] >= least
     ]
-    if fired:
-        is_first = all(words.startswith(FIRST_KL) for words in fired)
-        cause = "uneven_old_logprobs" if is_first else "unphysical"
-        return _finding("differs", "; ".join(fired), cause=cause)
-    return _finding("consistent", f"no rule is broken in {len(steps)} steps")
-
-
-def _finding(verdict: Any, measured: str, *lacks: str, cause: str = "") -> Finding:
-    return Finding(
-        check=PHYSICAL,
-        claim=CLAIM,
-        verdict=verdict,
-        measured=measured,
-        cause=cause,
-        basis="shown",
-        lacks=lacks,
-    )
+    if not fired:
+        return finding
+    is_first = all(words.startswith(FIRST_KL) for words in fired)
+    cause = "uneven_old_logprobs" if is_first else "unphysical"
+    return replace(finding, verdict="differs", measured="; ".join(fired), cause=cause)
