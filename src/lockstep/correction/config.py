@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from lockstep.config import check_choices, check_numbers
@@ -20,10 +20,19 @@ Behaviour = Literal["rollout", "averaged"]
 Level = Literal["none", "token", "sequence", "geometric"]
 Bound = Literal["truncate", "clip", "mask"]
 Stat = Literal["ratio", "k1", "k2", "k3", "prob_diff", "old_prob"]
-Aggregation = Literal["token", "sum", "mean", "max"]
+Aggregation = Literal["token", "sum", "mean", "max", "level"]
 Scope = Literal["token", "sequence"]
 Denominator = Literal["original", "kept"]
 
+BY_LEVEL: Mapping[Level, tuple[Aggregation, float, float]] = {
+    "none": ("token", 0.5, 2.0),
+    "token": ("token", 0.5, 2.0),
+    "sequence": ("sum", 0.5, 2.0),
+    "geometric": ("mean", 0.9999, 1.0001),
+}
+"""What a rule with aggregation=level becomes, and the bounds of a ratio that it leaves open. A
+geometric mean of some hundred tokens never leaves [0.5, 2]; source: slime, mis.yaml and the README
+of train_infer_mismatch_helper."""
 UNSIGNED: tuple[Stat, ...] = ("k2", "k3", "prob_diff")
 """Statistics that are never below 0, so that a low bound means nothing."""
 
@@ -50,7 +59,8 @@ class Rule:
     log ratio. prob_diff: |p_trainer - p_rollout|. old_prob: p_trainer, before the update."""
     aggregation: Aggregation = "token"
     """token: each token by itself. sum, mean: over the sequence; for a ratio in log space (product
-    and geometric mean). max: the sequence's worst token, on either side."""
+    and geometric mean). max: the sequence's worst token, on either side. level: token, sum or mean,
+    as `correction.level` says; bounds of a ratio that are open then follow the level too."""
     scope: Scope | None = None
     """Unit that is rejected: the token, or its whole sequence. None is the token for
     aggregation=token and the sequence otherwise; aggregation=token with scope=sequence is a veto,
@@ -62,9 +72,14 @@ class Rule:
     label: str = ""
     """Name of the rule in metrics; empty derives one from the above."""
 
+    PRESETS: ClassVar[Mapping[str, Callable[[], Rule]]]
+    """Constructors by name: `correction.reject=veto_ratio,opsm` on the command line."""
+
     def __post_init__(self) -> None:
         check_choices(self, "rule")
         low, high, stat = self.low, self.high, self.stat
+        if self.aggregation == "level" and stat == "ratio" and low is high is None:
+            return
         given = [b for b in (low, high) if b is not None]
         found, how = f"found low={low}, high={high}", f": aggregation={self.aggregation}"
         is_unsigned = stat in UNSIGNED and (low is not None or min(given, default=0) < 0)
@@ -84,6 +99,15 @@ class Rule:
             (is_divided, f"{how} judges whole sequences; use scope=sequence."),
             (is_averaged, f"{how} of probabilities hides the worst. Use token or max."),
         )
+
+    def at(self, level: Level) -> Rule:
+        """The rule with its aggregation and its open bounds, in a correction of this level."""
+        if self.aggregation != "level":
+            return self
+        aggregation, low, high = BY_LEVEL[level]
+        is_open = self.low is self.high is None
+        bounds = {"low": low, "high": high} if is_open else {}
+        return replace(self, aggregation=aggregation, **bounds)
 
     @property
     def name(self) -> str:
@@ -131,6 +155,9 @@ class Rule:
         return cls(
             stat="k1", aggregation="mean", high=delta, only_negative_advantage=True, label="opsm"
         )
+
+
+Rule.PRESETS = {name: getattr(Rule, name) for name in ("veto_ratio", "veto_prob", "opsm")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +221,7 @@ class Correction:
         is_unread = self.behaviour == "averaged" and self.is_idle
         is_idle_normalize = bool(self.normalize) and not has_weights
         is_cut_below = has_weights and self.bound == "truncate" and low != 0
-        names = [rule.name for rule in self.reject]
+        names = [rule.name for rule in self.rules]
         _refuse(
             "correction",
             (not 0 <= low < high, f"{limits}: expected 0 <= lower < upper. Swapped?"),
@@ -207,6 +234,11 @@ class Correction:
         )
 
     # -- derived from the settings ----------------------------------------------------------------
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """`reject`, at this level."""
+        return tuple(rule.at(self.level) for rule in self.reject)
 
     @property
     def is_normalized(self) -> bool:
@@ -277,19 +309,23 @@ class Correction:
 
     @classmethod
     def mis(
-        cls, low: float = 0.5, high: float = 2.0, *, level: Level = "token", veto: float = 1e-4
+        cls,
+        low: float | None = None,
+        high: float | None = None,
+        *,
+        level: Level = "token",
+        veto: float = 1e-4,
     ) -> Correction:
-        """Masked importance sampling (slime; Liu et al. 2025): weights cut at `high`, tokens (or
-        sequences) outside [low, high] rejected, a sequence with a ratio below `veto` rejected, and
-        the weights normalised over the batch."""
-        aggregation: Aggregation = {"sequence": "sum", "geometric": "mean"}.get(level, "token")  # pyright: ignore[reportAssignmentType]
+        """Masked importance sampling (slime; Liu et al. 2025): weights cut at `high` (2), tokens
+        (or sequences, by the level) outside [low, high] rejected, a sequence with a ratio below
+        `veto` rejected, and the weights normalised over the batch. Open bounds: `BY_LEVEL`."""
         return cls(
             anchor="recomputed",
             level=level,
-            limits=(0.0, high),
+            limits=(0.0, high or 2.0),
             normalize=True,
             reject=(
-                Rule(stat="ratio", aggregation=aggregation, low=low, high=high),
+                Rule(stat="ratio", aggregation="level", low=low, high=high),
                 Rule.veto_ratio(veto),
             ),
         )

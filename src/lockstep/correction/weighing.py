@@ -200,8 +200,8 @@ class _Weighing:
         self.low, self.high = correction.limits
         self.is_by_row = correction.level in ("sequence", "geometric")
         self.is_masking = correction.level != "none" and correction.bound == "mask"
-        zeros = self.tokens.active_R.new_zeros(len(correction.reject))
-        self.by_rule = dict(zip((r.name for r in correction.reject), zeros, strict=True))
+        zeros = self.tokens.active_R.new_zeros(len(correction.rules))
+        self.by_rule = dict(zip((r.name for r in correction.rules), zeros, strict=True))
 
     def run(self) -> tuple[Tensor, Tensor, MismatchReport]:
         """([N] float32 weights, [N] bool kept, figures)."""
@@ -237,7 +237,7 @@ class _Weighing:
     def _judge_tokens(self) -> Tensor:
         """[n] bool: the tokens that pass by themselves."""
         tokens, keep = self.tokens, self.tokens.is_compared
-        for rule in self.correction.reject:
+        for rule in self.correction.rules:
             if rule.is_sequence:
                 continue
             out = _outside(rule, _token_stat(rule, tokens)) & tokens.is_compared
@@ -251,7 +251,7 @@ class _Weighing:
 
     def _judge_rows(self, keep: Tensor) -> Tensor:
         """`keep` without the tokens that their rows reject."""
-        rules = [rule for rule in self.correction.reject if rule.is_sequence]
+        rules = [rule for rule in self.correction.rules if rule.is_sequence]
         sums = self._sum_rows(rules, keep)
         kept_R, none_R = sums["kept"], torch.zeros_like(sums["kept"])
         self.active_R, self.valid_R, self.d_R = sums["active"], sums["compared"], sums["d"]
@@ -441,8 +441,8 @@ def _check(
                 f"constant of the loss. Pass {name}.detach()."
             )
         _check_not_positive(name, values, layout)
-    if facts.advantages is None and any(r.only_negative_advantage for r in correction.reject):
-        named = [r.name for r in correction.reject if r.only_negative_advantage]
+    if facts.advantages is None and any(r.only_negative_advantage for r in correction.rules):
+        named = [r.name for r in correction.rules if r.only_negative_advantage]
         raise AlignmentError(
             f"the rules {named} reject tokens of negative advantage, and no advantages were given: "
             "facts=TokenFacts(advantages=...)."

@@ -6,9 +6,11 @@ import re
 import pytest
 import torch
 
+from lockstep.config import resolve
 from lockstep.correction import Correction, Layout, Rule, TokenFacts, correct, weigh
 from lockstep.correction.weighing import merged
 from lockstep.errors import AlignmentError
+from lockstep.recipes.shipped import quickstart
 
 NAN, INF = math.nan, math.inf
 
@@ -527,3 +529,27 @@ def test_the_largest_weight_of_a_sequence_is_told_though_all_are_rejected():
     metrics = found.to_metrics()
     assert metrics["correction/sequence_log_ratio_max"] == 3.0
     assert "correction/sequence_weight_mean" not in metrics
+
+
+@pytest.mark.parametrize(
+    ("level", "aggregation", "low", "high"),
+    [
+        ("token", "token", 0.5, 2.0),
+        ("sequence", "sum", 0.5, 2.0),
+        ("geometric", "mean", 0.9999, 1.0001),
+    ],
+)
+def test_the_rejection_of_mis_follows_its_level(level, aggregation, low, high):
+    by_name = resolve(quickstart(), ["correction=mis", f"correction.level={level}"]).correction
+    assert by_name == Correction.mis(level=level)
+    rule = by_name.rules[0]
+    assert (rule.aggregation, rule.low, rule.high) == (aggregation, low, high)
+    assert Correction.mis(0.9, 1.1, level=level).rules[0].low == 0.9
+
+
+def test_vetoes_have_names_on_the_command_line():
+    rules = 'correction.reject=["veto_ratio", {"stat": "ratio", "aggregation": "level"}]'
+    words = ["correction=tis", "correction.level=geometric", rules]
+    veto, ratio = resolve(quickstart(), words).correction.rules
+    assert veto == Rule.veto_ratio()
+    assert (ratio.low, ratio.high) == (0.9999, 1.0001)
