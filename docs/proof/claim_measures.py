@@ -217,18 +217,6 @@ def beside_an_idle_engine() -> Figures:
 # -- the retrospective on GPT-OSS ------------------------------------------------------------------
 
 
-def substitution(seed: int) -> Figures:
-    """Clipped share of tokens at two updates per batch, without and with noise in the trainer's
-    experts: old log-probs come from a forward of their own."""
-    words = ("model=tiny-gpt-oss", "contract=none", "steps=2", "correction.anchor=recomputed",
-             "trainer.updates_per_batch=2", f"seed={seed}")  # fmt: skip
-    noise = "--fault=sampling_noise,trainer_std=0.3"
-    return {
-        "noisy": mean_of("train/clip_fraction", *words, noise),
-        "sound": mean_of("train/clip_fraction", *words),
-    }
-
-
 def sinks_formula() -> Figures:
     """Largest difference, in float64, of our attention with sinks and its gradients from the
     formula of the article: a softmax over the scores and the sink, whose column is dropped."""

@@ -30,9 +30,9 @@ BY_LEVEL: Mapping[Level, tuple[Aggregation, float, float]] = {
     "sequence": ("sum", 0.5, 2.0),
     "geometric": ("mean", 0.9999, 1.0001),
 }
-"""What a rule with aggregation=level becomes, and the bounds of a ratio that it leaves open. A
-geometric mean of some hundred tokens never leaves [0.5, 2]; source: slime, mis.yaml and the README
-of train_infer_mismatch_helper."""
+"""What a rule with aggregation=level becomes, and the bounds of a ratio that it leaves open.
+[0.5, 2] is of slime's mis.yaml. No usable batch has a geometric mean outside of it, so that level
+has slime's narrow bounds for geometric means."""
 UNSIGNED: tuple[Stat, ...] = ("k2", "k3", "prob_diff")
 """Statistics that are never below 0, so that a low bound means nothing."""
 
@@ -73,15 +73,14 @@ class Rule:
     """Name of the rule in metrics; empty derives one from the above."""
 
     PRESETS: ClassVar[Mapping[str, Callable[[], Rule]]]
-    """Constructors by name: `correction.reject=veto_ratio,opsm` on the command line."""
+    """Constructors by name: `correction.reject=["veto_ratio"]` on the command line."""
 
     def __post_init__(self) -> None:
         check_choices(self, "rule")
         low, high, stat = self.low, self.high, self.stat
-        if self.aggregation == "level" and stat == "ratio" and low is high is None:
-            return
         given = [b for b in (low, high) if b is not None]
         found, how = f"found low={low}, high={high}", f": aggregation={self.aggregation}"
+        is_empty = not given and (stat, self.aggregation) != ("ratio", "level")
         is_unsigned = stat in UNSIGNED and (low is not None or min(given, default=0) < 0)
         is_divided = self.aggregation != "token" and self.scope == "token"
         is_swapped = len(given) > 1 and not given[0] < given[1]
@@ -90,7 +89,7 @@ class Rule:
         is_no_ratio = stat == "ratio" and min(given, default=1) <= 0
         _refuse(
             f"correction rule {self.name}",
-            (not given, " has no bound: give low, high or both; it would reject nothing."),
+            (is_empty, " has no bound: give low, high or both; it would reject nothing."),
             (any(map(math.isnan, given)), f": a bound is not a number, {found}."),
             (is_swapped, f": low must be below high, {found}. Swapped?"),
             (is_unsigned, f": {stat} is never below 0, {found}. Give high alone, at least 0."),
@@ -105,9 +104,9 @@ class Rule:
         if self.aggregation != "level":
             return self
         aggregation, low, high = BY_LEVEL[level]
-        is_open = self.low is self.high is None
-        bounds = {"low": low, "high": high} if is_open else {}
-        return replace(self, aggregation=aggregation, **bounds)
+        if self.low is not None or self.high is not None:
+            low, high = self.low, self.high
+        return replace(self, aggregation=aggregation, low=low, high=high)
 
     @property
     def name(self) -> str:
@@ -319,15 +318,13 @@ class Correction:
         """Masked importance sampling (slime; Liu et al. 2025): weights cut at `high` (2), tokens
         (or sequences, by the level) outside [low, high] rejected, a sequence with a ratio below
         `veto` rejected, and the weights normalised over the batch. Open bounds: `BY_LEVEL`."""
+        ratio = Rule(stat="ratio", aggregation="level", low=low, high=high)
         return cls(
             anchor="recomputed",
             level=level,
             limits=(0.0, high or 2.0),
             normalize=True,
-            reject=(
-                Rule(stat="ratio", aggregation="level", low=low, high=high),
-                Rule.veto_ratio(veto),
-            ),
+            reject=(ratio, Rule.veto_ratio(veto)),
         )
 
     @classmethod
