@@ -131,8 +131,7 @@ class TinkerLearner(Learner):
         try:
             for rows in plan.rows:
                 batch = self._pack_data({row: request.data[row] for row in rows}, loss)
-                is_forward_only = request.is_forward_only
-                logprobs |= self._run(batch, loss, totals, is_forward_only=is_forward_only)
+                logprobs |= self._run(batch, loss, totals, is_forward_only=request.is_forward_only)
         except BaseException as error:
             self._drop_gradients()
             self._bad_loss = f"a forward_backward failed before it had ended ({error})"
