@@ -32,7 +32,7 @@ from lockstep.store.run import RunDirectory, default_run_path
 from lockstep.tinker_config import client_key
 from lockstep.tinker_server import base_names, open_bases
 from lockstep.tinker_server import opened as opened_tinker
-from lockstep.types import Group, SamplingParams, Task, Trajectory
+from lockstep.types import Group, Task, Trajectory
 
 if TYPE_CHECKING:
     from lockstep.agent.gateway.listener import Listener
@@ -405,6 +405,7 @@ def _session(
     served: Served, model_files: ModelFiles, engine: Engine, task: Task | None
 ) -> GatewaySession:
     from lockstep.agent.gateway.session import GatewaySession
+    from lockstep.agent.loop import sampling_of
     from lockstep.agent.turns import Budget, TurnSampler
 
     config, drawn = served.config, served.config.agent
@@ -413,12 +414,7 @@ def _session(
         engine,
         model_files.renderer,
         Trajectory(id=id_, task_id=task.id if task else ""),
-        sampling=SamplingParams(
-            max_tokens=drawn.max_turn_tokens,
-            temperature=drawn.temperature,
-            top_p=drawn.top_p,
-            top_k=drawn.top_k,
-        ),
+        sampling=sampling_of(drawn),
         budget=Budget(
             max_tokens=config.max_tokens,
             max_turns=sys.maxsize,  # the agent decides when it ends

@@ -11,7 +11,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice
@@ -23,7 +23,7 @@ from lockstep.errors import ConfigError
 from lockstep.launch.gpu import Device
 from lockstep.models.config import ModelConfig
 from lockstep.observe.alarms import Health
-from lockstep.observe.live import RunHeader, ViewKind, open_view
+from lockstep.observe.live import RunHeader, View, ViewKind, open_view
 from lockstep.observe.metrics import is_step_row
 from lockstep.recipes import find_supervised_recipe, fitted_supervised
 from lockstep.recipes.fitting import rate_line, usual_rate
@@ -125,102 +125,156 @@ def _train(
     resume: bool,
     view: ViewKind,
 ) -> Outcome:
-    from lockstep.models.peft_io import save_policy
     from lockstep.run.training_run import finish_run
-    from lockstep.training.checkpoint import CheckpointStore
-    from lockstep.training.sft import held_out_loss, run_sft
-    from lockstep.training.trainer import Trainer
 
-    path, steps, kept, (train_rows, held_out) = out, config.sft.steps, config.checkpoint, data
-    shown, model = open_view(is_json=view == "json"), model_files.model
-    facts = {"architecture": model.architecture, "family": model.family}
+    facts, shown = model_files.facts(), open_view(is_json=view == "json")
     if model_files.renderer_line:
-        facts["renderer"] = model_files.renderer_line
         config = replace(config, renderer=model_files.renderer_config)
-    if isinstance(model, ModelConfig):
-        facts["learning"] = rate_line(config, model)
-    store = CheckpointStore(
-        path / "checkpoints", keep_last=kept.keep_last, keep_best=kept.keep_best
-    )
+    if isinstance(model_files.model, ModelConfig):
+        facts["learning"] = rate_line(config, model_files.model)
     opened = (
-        RunDirectory.open(path, facts=facts)
+        RunDirectory.open(out, facts=facts)
         if resume
-        else RunDirectory.create(path, to_dict(config), facts=facts)
+        else RunDirectory.create(out, to_dict(config), facts=facts)
     )
-    last: dict[str, Any] = {}
-    with opened as run:
-        trainer = Trainer(
-            load_model(config, model_files),
-            config.trainer,
-            like=model_files.directory,
-            total_updates=steps,
-        )
-        tests = f"{len(held_out)} rows, never trained" if held_out else ""
-        said = {"memory": describe_memory(config, model_files), "tests": tests, "run": str(path)}
-        said = {name: facts.get(name, "") for name in ("renderer", "learning")} | said
-        lines = tuple(f"{name:<11}{text}" for name, text in said.items() if text)
-        shown.start(RunHeader(num_steps=steps, architecture=model.family, lines=lines))
-        done, elapsed, lowest, health = 0, 0.0, math.inf, Health(flatten(to_dict(config)))
+    with opened as directory:
+        run = _Run(config, model_files, out, directory, shown, data[1])
+        shown.start(run.header(facts))
         if resume:
-            if (newest := store.latest()) is not None:
-                state = store.load(newest, trainer)
-                done, elapsed = state["step"], state["elapsed_seconds"]
-            run.rewind(done - 1 if done else -2)
-            run.add_facts({"resumed_at": done})
-            before = load_run(path)
-            lowest = min(before.values("eval/loss"), default=lowest)
-            for row in filter(is_step_row, before.metrics):
-                health.take(row)
-
-        def test() -> dict[str, float]:
-            nonlocal lowest
-            shown.phase("evaluating")
-            loss = held_out_loss(trainer, held_out)
-            lowest = min(lowest, loss)
-            return {"eval/loss": loss, "eval/loss_to_lowest": loss / lowest}
-
-        def save(metric: float | None = None) -> None:
-            store.save(done, trainer, {"step": done, "elapsed_seconds": elapsed}, metric=metric)
-
-        began, every = time.perf_counter() - elapsed, config.evaluation.every
+            run.restore()
         status: Status = "interrupted"
         # An interrupted run is a model too. A step whose row is not written is made again.
         with suppress(KeyboardInterrupt):
-            if held_out and not done:
-                first = {"step": -1, **test()}
-                run.log(first)
-                shown.step(first)
-                elapsed = time.perf_counter() - began
-            rows = islice(train_rows, done * config.sft.rows_per_step, None)
-            for metrics in run_sft(trainer, rows, config.sft, first_step=done):
-                row, is_last = {**metrics, "step": done}, done + 1 == steps
-                if held_out and (is_last or (every and (done + 1) % every == 0)):
-                    row |= test()
-                if isinstance(model, ModelConfig):
-                    row["train/lr_to_usual"] = config.trainer.lr / usual_rate(config, model)
-                now = time.perf_counter() - began
-                row |= {"time/step_seconds": now - elapsed, "time/elapsed_seconds": now}
-                row |= health.take(row, is_last=is_last)
-                run.log(row)
-                last, elapsed, done = row, now, done + 1
-                shown.step(row, health.alarms)
-                is_best = kept.keep_best and row.get("eval/loss") == lowest
-                if is_last or (kept.every and (is_best or done % kept.every == 0)):
-                    save(-row["eval/loss"] if "eval/loss" in row else None)
+            run.make_steps(data[0])
             status = "done"
-        if status == "interrupted" and done == trainer.num_updates:
-            save()
-        made = path / ("model" if model_files.lora is None else "adapter")
-        if (best := store.best()) is not None:
-            shutil.copytree(best / POLICY, made, dirs_exist_ok=True)
-            shown.note(f"{made} has the weights of {best.name}: the lowest held-out loss.")
-        else:
-            save_policy(trainer.model, made, like=model_files.directory)
-        write_renderer(made, model_files.renderer_config)
-    found = finish_run(path, shown, health)
+        if status == "interrupted" and run.done == run.trainer.num_updates:
+            run.save()
+        made = run.write_model()
+    found = finish_run(out, shown, run.health)
     shown.close()
-    losses = {k: last[k] for k in ("train/loss", "time/elapsed_seconds") if k in last}
-    return Outcome(path, status, {"steps": steps, made.name: str(made), **losses, **found})
+    losses = {k: run.last[k] for k in ("train/loss", "time/elapsed_seconds") if k in run.last}
+    return Outcome(out, status, {"steps": run.done, made.name: str(made), **losses, **found})
+
+
+class _Run:
+    """One supervised run in progress."""
+
+    def __init__(
+        self,
+        config: SupervisedConfig,
+        model_files: ModelFiles,
+        path: Path,
+        directory: RunDirectory,
+        view: View,
+        held_out: Sequence[Sample],
+    ) -> None:
+        from lockstep.training.checkpoint import CheckpointStore
+        from lockstep.training.trainer import Trainer
+
+        self.config, self.model_files, self.path = config, model_files, path
+        self.directory, self.view, self.held_out = directory, view, held_out
+        self.store = CheckpointStore(
+            path / "checkpoints",
+            keep_last=config.checkpoint.keep_last,
+            keep_best=config.checkpoint.keep_best,
+        )
+        self.trainer = Trainer(
+            load_model(config, model_files),
+            config.trainer,
+            like=model_files.directory,
+            total_updates=config.sft.steps,
+        )
+        self.health = Health(flatten(to_dict(config)))
+        self.done, self.elapsed, self.lowest = 0, 0.0, math.inf
+        """Steps that are made, their seconds, and the lowest held-out loss."""
+        self.last: dict[str, Any] = {}
+        """The row of the last step."""
+
+    def header(self, facts: Mapping[str, Any]) -> RunHeader:
+        """The lines that are shown once, at the start. facts: of environment.json."""
+        said = {
+            "renderer": facts.get("renderer", ""),
+            "learning": facts.get("learning", ""),
+            "memory": describe_memory(self.config, self.model_files),
+            "tests": f"{len(self.held_out)} rows, never trained" if self.held_out else "",
+            "run": str(self.path),
+        }
+        lines = tuple(f"{name:<11}{text}" for name, text in said.items() if text)
+        family = self.model_files.model.family
+        return RunHeader(num_steps=self.config.sft.steps, architecture=family, lines=lines)
+
+    def restore(self) -> None:
+        """Continues from the newest checkpoint, or begins again without one."""
+        if (newest := self.store.latest()) is not None:
+            state = self.store.load(newest, self.trainer)
+            self.done, self.elapsed = state["step"], state["elapsed_seconds"]
+        self.directory.rewind(self.done - 1 if self.done else -2)
+        self.directory.add_facts({"resumed_at": self.done})
+        before = load_run(self.path)
+        self.lowest = min(before.values("eval/loss"), default=self.lowest)
+        for row in filter(is_step_row, before.metrics):
+            self.health.take(row)
+
+    def make_steps(self, rows: Iterator[Sample]) -> None:
+        """All steps that are left, with their tests and checkpoints."""
+        from lockstep.training.sft import run_sft
+
+        sft, began = self.config.sft, time.perf_counter() - self.elapsed
+        if self.held_out and not self.done:
+            first = {"step": -1, **self.test()}
+            self.directory.log(first)
+            self.view.step(first)
+            self.elapsed = time.perf_counter() - began
+        left = islice(rows, self.done * sft.rows_per_step, None)
+        for metrics in run_sft(self.trainer, left, sft, first_step=self.done):
+            self.end_step(metrics, began=began)
+
+    def end_step(self, metrics: Mapping[str, float], *, began: float) -> None:
+        """Tests, records and saves after an update. began: the time at which the run began."""
+        config, model = self.config, self.model_files.model
+        row, is_last = {**metrics, "step": self.done}, self.done + 1 == config.sft.steps
+        every, kept = config.evaluation.every, config.checkpoint
+        if self.held_out and (is_last or (every and (self.done + 1) % every == 0)):
+            row |= self.test()
+        if isinstance(model, ModelConfig):
+            row["train/lr_to_usual"] = config.trainer.lr / usual_rate(config, model)
+        now = time.perf_counter() - began
+        row |= {"time/step_seconds": now - self.elapsed, "time/elapsed_seconds": now}
+        row |= self.health.take(row, is_last=is_last)
+        self.directory.log(row)
+        self.last, self.elapsed, self.done = row, now, self.done + 1
+        self.view.step(row, self.health.alarms)
+        is_best = kept.keep_best and row.get("eval/loss") == self.lowest
+        if is_last or (kept.every and (is_best or self.done % kept.every == 0)):
+            self.save(-row["eval/loss"] if "eval/loss" in row else None)
+
+    def test(self) -> dict[str, float]:
+        """The loss on the held-out rows."""
+        from lockstep.training.sft import held_out_loss
+
+        self.view.phase("evaluating")
+        loss = held_out_loss(self.trainer, self.held_out)
+        self.lowest = min(self.lowest, loss)
+        return {"eval/loss": loss, "eval/loss_to_lowest": loss / self.lowest}
+
+    def save(self, metric: float | None = None) -> None:
+        """Writes a checkpoint. metric: the negative loss of the held-out rows."""
+        state = {"step": self.done, "elapsed_seconds": self.elapsed}
+        self.store.save(self.done, self.trainer, state, metric=metric)
+
+    def write_model(self) -> Path:
+        """Writes the model of the best checkpoint, or of the last step, to RUN/model; an adapter to
+        RUN/adapter."""
+        from lockstep.models.peft_io import save_policy
+
+        made = self.path / ("model" if self.model_files.lora is None else "adapter")
+        if (best := self.store.best()) is not None:
+            shutil.copytree(best / POLICY, made, dirs_exist_ok=True)
+            self.view.note(f"{made} has the weights of {best.name}: the lowest held-out loss.")
+        else:
+            save_policy(self.trainer.model, made, like=self.model_files.directory)
+        write_renderer(made, self.model_files.renderer_config)
+        return made
 
 
 def _rows(config: SupervisedConfig, model_files: ModelFiles) -> Rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lockstep.config import check_choices, check_numbers
 from lockstep.errors import ConfigError
@@ -34,14 +34,14 @@ class TinkerConfig:
     state_seconds: float = 60.0
     """Seconds of a model's work between saves of its state. An update saves when they have passed,
     so a restart repeats about that much at most."""
-    result_seconds: float = 3600.0
+    result_seconds: ClassVar[float] = 3600.0
     """Seconds that a result is kept after it was fetched."""
-    sampler_seconds: float = 86400.0
+    sampler_seconds: ClassVar[float] = 86400.0
     """Seconds without a request until the weights of an unnamed sampler are deleted."""
-    missing_seconds: float = 330.0
+    missing_seconds: ClassVar[float] = 330.0
     """Seconds that a model waits for a request that never came while later ones are there. Clients
     send a request again for 300 s; then they give it up and go on with the next."""
-    hold_seconds: float = 30.0
+    hold_seconds: ClassVar[float] = 30.0
     """Seconds that a question for a result is held before the client must ask again; clients cut a
     connection after 45 s."""
     provenance: Literal["refuse", "refuse_changed", "warn", "off"] = "refuse"
@@ -54,9 +54,9 @@ class TinkerConfig:
     stable_reinforce: Literal["refuse", "importance_sampling"] = "refuse"
     """Treatment of the loss stable_reinforce, whose formula is not published: refuse it, or compute
     importance_sampling in its place, for programs that cannot choose another one."""
-    drawn_seconds: float = 86400.0
+    drawn_seconds: ClassVar[float] = 86400.0
     """Seconds that the server remembers its draws, at most until the session ends."""
-    max_pending_samples: int = 4096
+    max_pending_samples: ClassVar[int] = 4096
     """Requests for samples that wait or run at a time; further ones are answered with 429, and the
     clients wait."""
     max_open_samplers: int = 16
@@ -78,9 +78,7 @@ class TinkerConfig:
                 raise ConfigError(f"tinker.models has {entry!r}; expected NAME=MODEL.")
         if len(set(names)) < len(names):
             raise ConfigError(f"tinker.models names a model twice: {', '.join(names)}.")
-        names = ("silent_seconds", "result_seconds", "sampler_seconds", "missing_seconds")
-        check_numbers(self, "tinker.", *names, "drawn_seconds")
+        check_numbers(self, "tinker.", "silent_seconds")
         check_choices(self, "tinker")
         check_numbers(self, "tinker.", "state_seconds", least=0)
-        check_numbers(self, "tinker.", "hold_seconds", most=40)
-        check_numbers(self, "tinker.", "max_pending_samples", "max_open_samplers", least=1)
+        check_numbers(self, "tinker.", "max_open_samplers", least=1)

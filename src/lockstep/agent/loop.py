@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from lockstep.agent.config import AgentConfig
+from lockstep.agent.config import AgentConfig, SamplingConfig
 from lockstep.agent.environment import Environment, GroupScorer, Score
 from lockstep.agent.gateway.session import GatewaySession
 from lockstep.agent.guard import (
@@ -73,7 +73,7 @@ OpenGateway = Callable[[], Awaitable["GatewayServer"]]
 """Starts the gateway if it does not run yet."""
 
 
-def sampling_of(config: AgentConfig) -> SamplingParams:
+def sampling_of(config: AgentConfig | SamplingConfig) -> SamplingParams:
     """The template of every turn's sampling parameters, from the settings; see
     `training_sampling` for tokens that will be trained."""
     return SamplingParams(

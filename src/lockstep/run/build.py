@@ -166,34 +166,17 @@ def build(
     over = None if base is None else base.decoder
     model = load_model(config, model_files, weights=weights, over=over)
     numerics = choose_numerics(config.contract, model, why_not=why_no_contract(config))
-    rank, world = (0, 1) if ranks is None else (ranks.rank, ranks.world)
-    context = engine_context(
-        config,
-        model_files,
-        model,
-        contract=config.contract,
-        run=config.name if scratch is None else scratch.name,
-        scratch=scratch if scratch is None or not rank else scratch / f"rank-{rank}",
-        on_wait=on_wait,
-        gpus=gpus_here(config.engine, rank, world, model.embedding.device),
-    )
-    hooks = current_hooks()
-    if config.engine.share_device:
-        release_gpu_memory()
-    if base is None:
-        engine = hooks.make_engine(config.engine.for_rank(rank, world), context)
-    else:
-        engine = base.engine_for(config, context)
+    context = _rank_context(config, model_files, model, ranks, scratch=scratch, on_wait=on_wait)
+    engine = _make_engine(config, context, ranks, base)
     if numerics.is_kept:
-        forms = {"shared", "adapter"} & set(engine.capabilities.weight_sources)
-        has_own_form = bool(forms) and config.sync.form in ("auto", *forms)
-        is_merged = model_files.lora is not None and not has_own_form
+        is_merged = _is_merged(config, model_files, engine)
         numerics = with_engine(config.contract, engine, numerics, model, is_merged=is_merged)
     if ranks is not None:
         ranks.check_same({"numerics": numerics.fingerprint.text if numerics.is_kept else "none"})
     _check_engine(config, model_files, engine, is_training=is_training)
     mesh = ranks.mesh() if ranks is not None and config.parallel.shard else None
     load = partial(load_model, config, model_files, mesh=mesh, ops=model.ops)
+    hooks = current_hooks()
     reference = critic = teachers = publisher = None
     if is_training and config.objective.reads_reference_logprobs and model_files.lora is None:
         reference = load().requires_grad_(False)
@@ -209,6 +192,47 @@ def build(
     if is_training and config.advantage.needs_critic:
         critic = _load_critic(config, model_files, model, mesh, ranks)
     return Parts(model_files, model, engine, trainer, numerics, publisher, critic, teachers, hooks)
+
+
+def _rank_context(
+    config: Config,
+    model_files: ModelFiles,
+    model: Decoder,
+    ranks: Ranks | None,
+    *,
+    scratch: Path | None,
+    on_wait: Callable[[str], None],
+) -> EngineContext:
+    """The inputs of this process's engine."""
+    rank, world = (0, 1) if ranks is None else (ranks.rank, ranks.world)
+    return engine_context(
+        config,
+        model_files,
+        model,
+        contract=config.contract,
+        run=config.name if scratch is None else scratch.name,
+        scratch=scratch if scratch is None or not rank else scratch / f"rank-{rank}",
+        on_wait=on_wait,
+        gpus=gpus_here(config.engine, rank, world, model.embedding.device),
+    )
+
+
+def _make_engine(
+    config: Config, context: EngineContext, ranks: Ranks | None, base: SharedBase | None
+) -> Engine:
+    if config.engine.share_device:
+        release_gpu_memory()
+    if base is not None:
+        return base.engine_for(config, context)
+    rank, world = (0, 1) if ranks is None else (ranks.rank, ranks.world)
+    return current_hooks().make_engine(config.engine.for_rank(rank, world), context)
+
+
+def _is_merged(config: Config, model_files: ModelFiles, engine: Engine) -> bool:
+    """True if the engine gets the adapter inside its model's weights."""
+    forms = {"shared", "adapter"} & set(engine.capabilities.weight_sources)
+    has_own_form = bool(forms) and config.sync.form in ("auto", *forms)
+    return model_files.lora is not None and not has_own_form
 
 
 def _check_engine(

@@ -112,6 +112,15 @@ class ModelFiles:
     notes: tuple[str, ...] = ()
     """Sentences about rows that are left out."""
 
+    def facts(self) -> dict[str, Any]:
+        """The entries of a run's environment.json."""
+        facts: dict[str, Any] = {
+            "architecture": self.model.architecture,
+            "family": self.model.family,
+            "vocab_size": self.model.vocab_size,
+        }
+        return facts | ({"renderer": self.renderer_line} if self.renderer_line else {})
+
 
 @dataclass(frozen=True, slots=True)
 class Numerics:

@@ -154,20 +154,38 @@ class TrainingRun:
         """Shows one line that must not be lost."""
         self.view.note(text, "warning")
 
-    def add_numerics(self) -> None:
-        """Stores how sampler and trainer compute."""
-        if self.directory is None:
-            return
+    def begin(self, options: RunOptions, origin: Path | None) -> None:
+        """Opens the monitor, goes to the step where the run begins or continues, and shows its
+        header. origin: the checkpoint of another run that this one began with."""
+        model = self.model_files.model
+        if self.directory is not None:
+            self.directory.add_facts(self._numerics())
+            if options.monitor is not None:
+                self.monitor = options.monitor(
+                    self.config,
+                    self.path,
+                    renderer=self.parts.renderer,
+                    is_moe=model.is_moe,
+                    vocab_size=model.vocab_size,
+                    is_one_process=self.is_one_process,
+                    warn=self.warn,
+                )
+        if options.resume:
+            self.restore_newest(origin)
+        elif origin is not None:
+            self.restore_origin(origin)
+        self.view.start(self.header())
+
+    def _numerics(self) -> dict[str, Any]:
+        """How sampler and trainer compute."""
         numerics = self.parts.numerics
-        self.directory.add_facts(
-            {
-                "is_one_process": self.is_one_process,
-                "contract": TRUE_ON_POLICY if numerics.is_kept else "none",
-                "numerics": numerics.line,
-                "fingerprint": asdict(numerics.fingerprint),
-                "processes": 1 if self.ranks is None else self.ranks.world,
-            }
-        )
+        return {
+            "is_one_process": self.is_one_process,
+            "contract": TRUE_ON_POLICY if numerics.is_kept else "none",
+            "numerics": numerics.line,
+            "fingerprint": asdict(numerics.fingerprint),
+            "processes": 1 if self.ranks is None else self.ranks.world,
+        }
 
     # -- engine and trainer ---------------------------------------------------------------------
 
@@ -573,16 +591,10 @@ def open_run(
 
     The first rank writes and shows; all others follow. base: shared with the runs beside this one.
     """
-    is_leader, model = ranks is None or ranks.is_leader, model_files.model
+    is_leader = ranks is None or ranks.is_leader
     config = replace(config, dtype=config.compute_dtype)  # a run's config names its actual dtype
-    facts: dict[str, Any] = {
-        "architecture": model.architecture,
-        "family": model.family,
-        "vocab_size": model.vocab_size,
-        "faults": list(current_hooks().recorded),
-    }
+    facts = model_files.facts() | {"faults": list(current_hooks().recorded)}
     if model_files.renderer_line:  # a run says how its prompts are written, and why
-        facts["renderer"] = model_files.renderer_line
         config = replace(config, renderer=model_files.renderer_config)
     if ranks is not None:
         ranks.check_same(to_dict(config))
@@ -614,22 +626,7 @@ def open_run(
             base=base,
             view_kind=options.view,
         )
-        run.add_numerics()
-        if directory is not None and options.monitor is not None:
-            run.monitor = options.monitor(
-                config,
-                run.path,
-                renderer=parts.renderer,
-                is_moe=model.is_moe,
-                vocab_size=model.vocab_size,
-                is_one_process=run.is_one_process,
-                warn=run.warn,
-            )
-        if options.resume:
-            run.restore_newest(origin)
-        elif origin is not None:
-            run.restore_origin(origin)
-        shown.start(run.header())
+        run.begin(options, origin)
         try:
             yield run
         finally:

@@ -147,7 +147,7 @@ class Futures:
             case "expired":
                 raise TinkerError(
                     f"the result of {request_id} was fetched before, and deleted "
-                    f"{self._config.result_seconds:g} s later (tinker.result_seconds).",
+                    f"{self._config.result_seconds:g} s later.",
                     status=410,
                 )
             case "failed" | "refused":

@@ -63,7 +63,7 @@ class Origins:
         elif config.provenance == "refuse":
             raise invalid(
                 f"{found.text} Nothing was trained: {loss} may train what this server drew within "
-                f"{config.drawn_seconds:g} s (tinker.drawn_seconds). Was the prompt changed or "
+                f"{config.drawn_seconds:g} s. Was the prompt changed or "
                 "encoded again? If the tokens were sampled elsewhere, start the server with "
                 "tinker.provenance=refuse_changed."
             )

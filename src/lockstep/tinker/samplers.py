@@ -98,7 +98,7 @@ class Samplers:
             if len(self._tasks) >= self._config.max_pending_samples:
                 raise TinkerError(
                     f"{len(self._tasks)} requests for samples are waiting "
-                    "(tinker.max_pending_samples); ask again in a second.",
+                    "(the limit of this server); ask again in a second.",
                     status=429,
                 )
             return self._read(body, sampler)

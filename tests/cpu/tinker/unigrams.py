@@ -185,6 +185,15 @@ def _draw(logprobs, version, request, seed):
     )
 
 
+CONSTANTS = {name for name in TinkerConfig.__annotations__ if name not in TinkerConfig().__dict__}
+
+
+def tinker_config(**settings):
+    """The settings of a server, with other values of its constants."""
+    own = {name: settings.pop(name) for name in CONSTANTS & settings.keys()}
+    return type("_Quick", (TinkerConfig,), own)(**settings)
+
+
 class Served:
     """A server in a thread of this process, until `close`."""
 
@@ -194,7 +203,7 @@ class Served:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.gateway = GatewayConfig(max_body_bytes=max_body_bytes)
-        self.wait(self._start(directory, TinkerConfig(**config), key))
+        self.wait(self._start(directory, tinker_config(**config), key))
         self.url = self.listener.url
 
     async def _start(self, directory, config, key):
@@ -222,7 +231,7 @@ class Served:
 
 
 async def main(directory, port, seconds, config):
-    service = TinkerService(Unigrams(float(seconds)), Path(directory), TinkerConfig(**config))
+    service = TinkerService(Unigrams(float(seconds)), Path(directory), tinker_config(**config))
     listener = Listener(GatewayConfig(port=int(port)))
     TinkerServer(service, listener=listener)
     await service.start()
