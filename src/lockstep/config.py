@@ -79,7 +79,8 @@ def from_settings(cls: type[T], tree: Mapping[str, Any], overrides: Sequence[str
             raise ConfigError(f"{override!r} is not of the form key=value.{_joined(overrides)}")
         tree = merged(tree, nested({key: _Text(text)}))
         known = flatten(tree)
-        if lost := [path for path in given if path.startswith(f"{key}.") and path not in known]:
+        lost = [path for path in given if path.startswith(f"{key}.") and path not in known]
+        if lost and text.strip() != "none":  # which has no settings that could be lost
             raise ConfigError(
                 f"{lost[0]} is given before {override}, which begins with its own defaults. Give "
                 "it after that, or leave it out."
