@@ -6,7 +6,7 @@ models         accepts the requests of models in training, each once
 training_run   executes the requests of one model in the order of their numbers
 samplers       accepts requests for samples, and holds the latest weights in memory
 futures        writes results into the journal, and hands them to the clients that ask
-listings       lists what is stored
+listings       lists models and checkpoints
 
 wire           protobuf and JSON as values of `requests`, and results as bytes
 origins        remembers drawn replies; `provenance` compares datums with them before training

@@ -73,7 +73,7 @@ class _Batch:
     """The whole datums of one micro-batch; common beginnings are computed once."""
 
     data: Mapping[int, Datum]
-    """By their index in the call."""
+    """Index in the call -> datum."""
     ids: Tensor
     positions: Tensor
     context: PackedContext
