@@ -2,6 +2,7 @@
 
 python docs/proof/size.py            # the table
 python docs/proof/size.py --files    # and every file
+python docs/proof/size.py --settings # the number of settings, by the installed package
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import sys
 import tokenize
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "lockstep"
@@ -36,6 +39,8 @@ CEILINGS = {
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling
 follows."""
+SETTINGS = 350
+"""Settings that all kinds of runs and servers may have together."""
 SLACK = 20
 """Lines that a room may be below its ceiling."""
 ROOMS = {
@@ -115,7 +120,40 @@ def in_library(counts: Mapping[str, int]) -> int:
     return sum(counts[room] for room in ROOMS)
 
 
+def count_settings() -> int:
+    """Settings of runs and servers, each where it is first declared. A section or a kind does not
+    count itself: the settings below it do."""
+    import lockstep.recipes  # noqa: F401  with them come the kinds of tasks
+    from lockstep.config import choices
+    from lockstep.run_config import Config, ServeConfig, SupervisedConfig
+
+    waiting: list[Any] = [Config, SupervisedConfig, ServeConfig]
+    seen: set[Any] = set()
+    declared: set[tuple[Any, str]] = set()
+    while waiting:
+        if (cls := waiting.pop()) in seen:
+            continue
+        seen.add(cls)
+        hints = get_type_hints(cls)
+        for field in fields(cls):
+            below = _dataclasses(hints[field.name])
+            waiting += [kind for one in below for kind in (one, *choices(one).values())]
+            bases = [base for base in cls.__mro__ if is_dataclass(base)]
+            owners = [base for base in bases if field.name in base.__dataclass_fields__]
+            declared |= set() if below else {(owners[-1], field.name)}
+    return len(declared)
+
+
+def _dataclasses(annotation: Any) -> list[Any]:
+    if is_dataclass(annotation):
+        return [annotation]
+    return [found for inner in get_args(annotation) for found in _dataclasses(inner)]
+
+
 def main() -> None:
+    if "--settings" in sys.argv[1:]:
+        print(f"{count_settings()} of {SETTINGS} settings")
+        return
     files = sizes()
     if "--files" in sys.argv[1:]:
         for path, count in files.items():

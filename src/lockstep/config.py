@@ -158,19 +158,13 @@ def file_form(config: Any, *, always: Sequence[str] = ()) -> str:
 
 def changes(config: Any) -> dict[str, Any]:
     """The tree of the settings that differ from their defaults: what a file needs to say."""
-    hints, out = _hints(_class(config)), dict[str, Any]()
-    for field in dataclasses.fields(config):
-        value, annotation = getattr(config, field.name), hints[field.name]
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        if value == default and _class(value) is _class(default):
+    out, defaults = dict[str, Any](), _defaults(_class(config))
+    for name, value in to_dict(config).items():
+        if name in defaults and value == defaults[name]:
             continue
-        if dataclasses.is_dataclass(value):
-            kind = {"type": tag(_class(value))} if choices(annotation) else {}
-            out[field.name] = kind | changes(value)
-        else:
-            out[field.name] = _plain(value, annotation)
+        if dataclasses.is_dataclass(below := getattr(config, name)):
+            value = {key: value[key] for key in value if key == "type"} | changes(below)
+        out[name] = value
     return out
 
 

@@ -138,7 +138,7 @@ def _train(
         else RunDirectory.create(out, to_dict(config), facts=facts)
     )
     with opened as directory:
-        run = _Run(config, model_files, out, directory, shown, data[1])
+        run = _Run(config, model_files, directory, shown, data[1])
         shown.start(run.header(facts))
         if resume:
             run.restore()
@@ -163,7 +163,6 @@ class _Run:
         self,
         config: SupervisedConfig,
         model_files: ModelFiles,
-        path: Path,
         directory: RunDirectory,
         view: View,
         held_out: Sequence[Sample],
@@ -171,12 +170,11 @@ class _Run:
         from lockstep.training.checkpoint import CheckpointStore
         from lockstep.training.trainer import Trainer
 
-        self.config, self.model_files, self.path = config, model_files, path
+        self.config, self.model_files, self.path = config, model_files, directory.path
         self.directory, self.view, self.held_out = directory, view, held_out
+        kept = config.checkpoint
         self.store = CheckpointStore(
-            path / "checkpoints",
-            keep_last=config.checkpoint.keep_last,
-            keep_best=config.checkpoint.keep_best,
+            self.path / "checkpoints", keep_last=kept.keep_last, keep_best=kept.keep_best
         )
         self.trainer = Trainer(
             load_model(config, model_files),

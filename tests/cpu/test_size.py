@@ -36,3 +36,7 @@ def test_a_room_only_shrinks(rooms, room):
     ceiling = size.CEILINGS[room]
     assert rooms[room] <= ceiling, f"{room}: {rooms[room]} code lines, at most {ceiling}"
     assert rooms[room] >= ceiling - size.SLACK, f"{room} has {rooms[room]}: lower its ceiling"
+
+
+def test_no_setting_is_added_without_one_that_goes():
+    assert size.count_settings() <= size.SETTINGS

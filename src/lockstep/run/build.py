@@ -166,8 +166,9 @@ def build(
     over = None if base is None else base.decoder
     model = load_model(config, model_files, weights=weights, over=over)
     numerics = choose_numerics(config.contract, model, why_not=why_no_contract(config))
-    context = _rank_context(config, model_files, model, ranks, scratch=scratch, on_wait=on_wait)
-    engine = _make_engine(config, context, ranks, base)
+    context, engine = _open_engine(
+        config, model_files, model, ranks, base, scratch=scratch, on_wait=on_wait
+    )
     if numerics.is_kept:
         is_merged = _is_merged(config, model_files, engine)
         numerics = with_engine(config.contract, engine, numerics, model, is_merged=is_merged)
@@ -194,38 +195,27 @@ def build(
     return Parts(model_files, model, engine, trainer, numerics, publisher, critic, teachers, hooks)
 
 
-def _rank_context(
+def _open_engine(
     config: Config,
     model_files: ModelFiles,
     model: Decoder,
     ranks: Ranks | None,
-    *,
-    scratch: Path | None,
-    on_wait: Callable[[str], None],
-) -> EngineContext:
-    """The inputs of this process's engine."""
+    base: SharedBase | None,
+    **more: Any,
+) -> tuple[EngineContext, Engine]:
+    """(inputs of this process's engine, the engine). more: `scratch` and `on_wait` of `build`."""
     rank, world = (0, 1) if ranks is None else (ranks.rank, ranks.world)
-    return engine_context(
-        config,
-        model_files,
-        model,
-        contract=config.contract,
-        run=config.name if scratch is None else scratch.name,
-        scratch=scratch if scratch is None or not rank else scratch / f"rank-{rank}",
-        on_wait=on_wait,
-        gpus=gpus_here(config.engine, rank, world, model.embedding.device),
-    )
-
-
-def _make_engine(
-    config: Config, context: EngineContext, ranks: Ranks | None, base: SharedBase | None
-) -> Engine:
+    scratch = more["scratch"]
+    if scratch is not None:
+        more |= {"run": scratch.name, "scratch": scratch / f"rank-{rank}" if rank else scratch}
+    gpus = gpus_here(config.engine, rank, world, model.embedding.device)
+    facts = {"contract": config.contract, "run": config.name, "gpus": gpus} | more
+    context = engine_context(config, model_files, model, **facts)
     if config.engine.share_device:
         release_gpu_memory()
     if base is not None:
-        return base.engine_for(config, context)
-    rank, world = (0, 1) if ranks is None else (ranks.rank, ranks.world)
-    return current_hooks().make_engine(config.engine.for_rank(rank, world), context)
+        return context, base.engine_for(config, context)
+    return context, current_hooks().make_engine(config.engine.for_rank(rank, world), context)
 
 
 def _is_merged(config: Config, model_files: ModelFiles, engine: Engine) -> bool:
