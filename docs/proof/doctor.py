@@ -90,7 +90,7 @@ NUM_TASKS, GROUP_SIZE = 8, 8
 """64 rows in a dump: a small step. Larger ones are easier."""
 NOISE = KernelNoise(std=0.008)
 """Between the two sides of every dump: what is told of two engines on a large dense model
-(docs/reference/faults.md): a mean difference of 0.002."""
+(docs/doctor-causes.md): a mean difference of 0.002."""
 FACTOR = 3.0
 """Times the noise floor's k2 from which on a cause must be found."""
 

@@ -1,7 +1,7 @@
 """Faults of an engine as a server: it dies, freezes, or lies about its weights.
 
 Each puts a `BrokenEngine` around one replica, sound up to policy version `at` and broken from then
-on. docs/reference/faults.md lists a run's reaction to each; a pool recognises most of them.
+on. docs/doctor-causes.md lists a run's reaction to each; a pool recognises most of them.
 """
 
 from __future__ import annotations
