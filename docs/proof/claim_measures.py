@@ -300,27 +300,6 @@ def histories(seed: int) -> Figures:
     return out
 
 
-def pretrained_replies(seed: int) -> Figures:
-    """Share of SmolLM2-135M's replies whose ids are the same, and other ones, after decoding and
-    encoding by its tokenizer."""
-    sums = ROOT / "examples" / "sums.py"
-    task = (f"task.path={sums}:tasks", f"task.reward={sums}:reward", "max_tokens=128")
-    size = ("groups_per_step=2", "group_size=4", "agent.max_turn_tokens=48", "lora.rank=1")
-    short = ("steps=1", "evaluation=none", "contract=none", f"seed={seed}")
-    words = ["model=smollm2-135m", *task, *size, *short]
-    config = resolve(find_recipe("custom"), words)
-    tokenizer = read_model_files(config).renderer.tokenizer
-    same = []
-    with tempfile.TemporaryDirectory() as scratch:
-        run = load_run(train(config, out=Path(scratch) / "run", view="json").path)
-        for trajectory in (t for group in run.groups(0) for t in group.trajectories):
-            for segment in trajectory.segments:
-                if segment.is_sampled:
-                    ids = [i for i in segment.token_ids.tolist() if i not in tokenizer.control_ids]
-                    same.append(tokenizer.encode(tokenizer.decode(ids)) == ids)
-    return {"same": mean(same), "changed": 1 - mean(same), "replies": len(same)}
-
-
 # -- memory ----------------------------------------------------------------------------------------
 
 
