@@ -35,7 +35,7 @@ CEILINGS = {
     "environments and recipes": 4_121,
     "testing": 1_547,
     "tests": 61_689,
-    "proofs and benchmarks": 11_795,
+    "proofs and benchmarks": 11_778,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling
 follows."""
