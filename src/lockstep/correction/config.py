@@ -28,11 +28,11 @@ BY_LEVEL: Mapping[Level, tuple[Aggregation, float, float]] = {
     "none": ("token", 0.5, 2.0),
     "token": ("token", 0.5, 2.0),
     "sequence": ("sum", 0.5, 2.0),
-    "geometric": ("mean", 0.9999, 1.0001),
+    "geometric": ("mean", 0.999, 1.001),
 }
 """What a rule with aggregation=level becomes, and the bounds of a ratio that it leaves open.
 [0.5, 2] is of slime's mis.yaml. No usable batch has a geometric mean outside of it, so that level
-has slime's narrow bounds for geometric means."""
+has verl's bounds for geometric means (`rs_threshold` of its presets, 0.9.1)."""
 UNSIGNED: tuple[Stat, ...] = ("k2", "k3", "prob_diff")
 """Statistics that are never below 0, so that a low bound means nothing."""
 
