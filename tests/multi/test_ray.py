@@ -9,6 +9,7 @@ import pytest
 
 from lockstep.config import resolve
 from lockstep.errors import ConfigError, RankError
+from lockstep.launch.placement import RayPlacement
 from lockstep.recipes import find_recipe
 from lockstep.run.train import train
 from lockstep.store.metrics import read_rows
@@ -121,10 +122,9 @@ def test_a_killed_rank_ends_the_run_and_is_named(cluster, tmp_path):
     assert ray.available_resources()["CPU"] == 4, "its places are given back"
 
 
-def test_a_cluster_without_room_says_what_it_has(cluster, tmp_path):
-    config = resolve(
-        find_recipe("quickstart"), (*SMALL, "placement.trainer_cpus=64", "placement.wait_seconds=1")
-    )
+def test_a_cluster_without_room_says_what_it_has(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(RayPlacement, "wait_seconds", 1.0)
+    config = resolve(find_recipe("quickstart"), (*SMALL, "placement.trainer_cpus=64"))
     with pytest.raises(ConfigError, match=r"64.*\b1\b.*{'CPU': 4\b"):
         train(config, out=tmp_path / "run", view="json")
     assert not (tmp_path / "run").exists()

@@ -8,7 +8,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from trl_packages import trl_modules
+from trl_packages import dataset_of, trl_modules
 
 from lockstep.doctor.inputs.registry import open_dump
 from lockstep.doctor.inputs.trainers import TrlDump
@@ -46,7 +46,7 @@ def rollout(prompts, trainer):
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory):
-    trl, GRPOTrainer, datasets = trl_modules()
+    trl, GRPOTrainer = trl_modules()
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     class Saving(GRPOTrainer):
@@ -76,7 +76,7 @@ def output(tmp_path_factory):
         ),
         processing_class=tokenizer(),
         reward_funcs=[lambda completions, **_: [float(len(c)) for c in completions]],
-        train_dataset=datasets.Dataset.from_list([{"prompt": p} for p in PROMPTS * 4]),
+        train_dataset=dataset_of(PROMPTS * 4),
         rollout_func=rollout,
     )  # fmt: skip
     trainer.train()

@@ -12,7 +12,7 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
-from trl_packages import trl_modules
+from trl_packages import dataset_of, trl_modules
 
 import lockstep
 from lockstep.doctor.inputs.native import RowsDump
@@ -73,7 +73,7 @@ def with_encoded_replies(prompts, trainer):
 
 @pytest.fixture
 def make_trainer(tmp_path, monkeypatch):
-    trl, GRPOTrainer, datasets = trl_modules()
+    trl, GRPOTrainer = trl_modules()
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -99,7 +99,7 @@ def make_trainer(tmp_path, monkeypatch):
             }),
             processing_class=tokenizer,
             reward_funcs=[lambda completions, **_: [float(len(c)) for c in completions]],
-            train_dataset=datasets.Dataset.from_list([{"prompt": p} for p in PROMPTS * 4]),
+            train_dataset=dataset_of(PROMPTS * 4),
             rollout_func=rollout_func,
         )  # fmt: skip
 

@@ -20,7 +20,7 @@ def of_command_line(*overrides):
 
 # -- presets --------------------------------------------------------------------------------------
 
-RATIO, VETO = Rule(stat="ratio", low=0.5, high=2.0), Rule.veto_ratio(1e-4)
+RATIO, VETO = Rule(stat="ratio", aggregation="level"), Rule.veto_ratio(1e-4)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_the_default_is_the_bypass_where_both_sides_are_one_decoder_and_mis_else
 def test_masked_importance_sampling_rejects_by_what_it_weighs(level, aggregation):
     found = Correction.mis(0.25, 4.0, level=level, veto=1e-3)
     assert found.level == level and found.limits == (0, 4.0) and found.is_normalized
-    ratio, veto = found.reject
+    ratio, veto = found.rules
     assert (ratio.aggregation, ratio.low, ratio.high) == (aggregation, 0.25, 4.0)
     assert (veto.stat, veto.low, veto.is_sequence) == ("ratio", 1e-3, True)
 
@@ -244,7 +244,7 @@ def test_one_update_per_batch_is_all_that_on_policy_allows():
     [
         ("correction=mss", "^correction=mss.*'mis'"),
         ("correction.limits=3,1", r"correction\.limits=3,1.*\b0 <="),
-        ("correction.limits=3", r"^correction\.limits.*\b2\b.*\[3\.0\]"),
+        ("correction.limits=3", r"^correction\.limits.*\b2\b.*\['3'\]"),
         ("correction.level=token", "trainer / rollout"),
         ("correction.levle=token", r"'correction\.levle'.*'correction\.level=token'"),
         ("correction.anchor=onpolicy", "anchor=onpolicy.*'on_pol"),
