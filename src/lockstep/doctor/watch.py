@@ -43,6 +43,7 @@ from lockstep.doctor.inputs.trainers import (
 from lockstep.doctor.rows import Rows
 from lockstep.doctor.tokenization import Tokenization, why_beyond
 from lockstep.errors import ConfigError, LockstepError, MismatchError, named
+from lockstep.observe.alarms import CRITICAL_LIMIT
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.store.files import write_atomically
@@ -52,6 +53,8 @@ MAX_KEPT = 8
 MIN_ROWS = 8
 """Fewest rows of a look: below it most of the time is the same for any number of rows."""
 PAGE, VOCABULARY = "doctor.html", "tokenizer.json"
+UNEXPLAINED = "unexplained"
+"""Told of a gap beyond the critical alarm that has no cause."""
 
 OnCause = Literal["warn", "raise"] | Callable[[MismatchError], object]
 MakeRows = Callable[[int], Rows | None]
@@ -251,6 +254,13 @@ class Watch:
             causes = list(dict.fromkeys(differs))
             new = self._keep(step, rows, examined, causes) if causes else []
             self._latest = None if causes else rows
+            left = examined.after.total.means()["k2"]
+            if not causes and left > CRITICAL_LIMIT and UNEXPLAINED not in self._told:
+                self._told.add(UNEXPLAINED)
+                self.warn(
+                    f"step {step}: doctor: {UNEXPLAINED}: k2 is {left:.2g}, beyond what numerics "
+                    f"make. `lockstep doctor {self.directory} --model DIR` tries more hypotheses."
+                )
             found = {"doctor/rows": len(rows), "doctor/causes": len(causes)}
             found |= {f"doctor/{cause}": 1.0 for cause in causes}
         except Exception as error:  # of a batch, a check, a disk: training must not end by it

@@ -93,6 +93,18 @@ def test_a_cause_is_said_once_with_its_share_its_proof_and_the_command(tmp_path)
     assert "shifted" in [cause.name for cause, _ in diagnose(tmp_path / "doctor").causes]
 
 
+def test_a_wild_gap_without_a_cause_is_said_once(tmp_path):
+    watching = Watching(tmp_path / "doctor")
+    for step in range(3):
+        rows, rng = healthy(step), np.random.default_rng(step)
+        noise = rng.normal(0, 1, rows.num_tokens).astype(np.float32)
+        rows = rows.with_(trainer_logprobs=rows.trainer_logprobs - np.abs(noise))
+        assert watching(step, rows)["doctor/causes"] == 0
+    [said] = watching.said
+    assert said.startswith("step 0: doctor: unexplained: k2 is 0.")
+    assert f"`lockstep doctor {tmp_path / 'doctor'} --model DIR`" in said
+
+
 def test_rows_are_kept_for_at_most_eight_steps_of_a_cause(tmp_path):
     watching = Watching(tmp_path, has_page=False)
     for step in range(12):
