@@ -87,7 +87,8 @@ def make_trainer(tmp_path, monkeypatch):
         torch.manual_seed(0)
         config = LlamaConfig(
             initializer_range=0.1, vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32,
-            num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=128,
+            num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+            max_position_embeddings=128,
         )  # fmt: skip
         return GRPOTrainer(
             model=LlamaForCausalLM(config),
