@@ -620,7 +620,7 @@ def _section(annotation: Any, value: Any, path: str) -> tuple[type, Mapping[str,
         if name in kinds:
             return kinds[name], tree
         if name in presets:
-            return cls, to_dict(presets[name]()) | tree
+            return cls, {**to_dict(presets[name]()), **tree}
         meant = KINDS.get(f"{path}={name}")
         near = f" Did you mean {meant!r}?" if meant else did_you_mean(name, kinds or presets)
         raise ConfigError(f"{path}={name}: no such {'kind' if kinds else 'preset'}.{near}")

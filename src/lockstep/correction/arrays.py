@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-P = ParamSpec("P")
-R = TypeVar("R")
+Values = torch.Tensor | npt.NDArray[Any]
 
 
-def takes_arrays(function: Callable[P, R]) -> Callable[P, R]:
+def takes_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` of tensors, which also takes numpy arrays and then gives arrays. Its first
     argument may be a list of numbers.
 
@@ -23,10 +23,10 @@ def takes_arrays(function: Callable[P, R]) -> Callable[P, R]:
     """
 
     @wraps(function)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        first: Any = args[0] if args else None
-        if isinstance(first, list) and not any(isinstance(x, torch.Tensor) for x in first):
-            args = (np.asarray(first), *args[1:])  # pyright: ignore[reportAssignmentType]
+    def called(*args: Any, **kwargs: Any) -> Any:
+        values: list[Any] | None = args[0] if args and isinstance(args[0], list) else None
+        if values is not None and not any(isinstance(x, torch.Tensor) for x in values):
+            args = (np.asarray(values), *args[1:])
         if not any(isinstance(x, np.ndarray) for x in (*args, *kwargs.values())):
             return function(*args, **kwargs)
         found: Any = function(*map(_tensor, args), **{k: _tensor(x) for k, x in kwargs.items()})
@@ -45,5 +45,7 @@ def _array(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return x.numpy()
     if isinstance(x, tuple):
-        return tuple(map(_array, x))
-    return {k: _array(v) for k, v in x.items()} if isinstance(x, Mapping) else x
+        items: tuple[Any, ...] = x
+        return tuple(map(_array, items))
+    known: Any = x
+    return {k: _array(v) for k, v in known.items()} if isinstance(x, Mapping) else x

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from lockstep.correction import kl
+from lockstep.correction.arrays import Values
 from lockstep.correction.layout import Layout
 from lockstep.correction.metrics import CELLS, NUM_CELLS
 from lockstep.observe.parts import PARTS, Partition
@@ -44,15 +45,15 @@ _STRIDES = {part.name: NUM_CELLS // int(np.prod(CELLS[: i + 1])) for i, part in 
 class TokenFacts:
     """Optional columns of the tokens that the report groups by; [N] or [B, T]."""
 
-    advantages: Tensor | None = None
+    advantages: Values | None = None
     """float32; read by rules with `only_negative_advantage`."""
-    ages: Tensor | None = None
+    ages: Values | None = None
     """int: updates between the policy that sampled and the one in training."""
-    turns: Tensor | None = None
+    turns: Values | None = None
     """int: the episode's turn."""
-    positions: Tensor | None = None
+    positions: Values | None = None
     """int: the token's place in its row; None counts from the row's first token in the layout."""
-    kinds: Tensor | None = None
+    kinds: Values | None = None
     """int: index into TOKEN_KINDS."""
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.correction import kl
-from lockstep.correction.arrays import takes_arrays
+from lockstep.correction.arrays import Values, takes_arrays
 from lockstep.correction.config import Correction, Rule
 from lockstep.correction.layout import Layout
 from lockstep.correction.metrics import OUTLIER_DIFF, MismatchReport, histogram_of
@@ -131,15 +131,15 @@ def correct(
 
 
 def measure(
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
+    logprobs: Values,
+    rollout_logprobs: Values,
     *,
     layout: Layout | Tensor | None = None,
     facts: TokenFacts | None = None,
 ) -> MismatchReport:
     """The gap alone, nothing corrected. Arguments as for `correct`."""
-    both = (torch.as_tensor(x).detach() for x in (logprobs, rollout_logprobs))
-    return weigh(*both, Correction(), layout=layout, facts=facts).report
+    trainer, rollout = torch.as_tensor(logprobs).detach(), torch.as_tensor(rollout_logprobs)
+    return weigh(trainer, rollout.detach(), Correction(), layout=layout, facts=facts).report
 
 
 def merged(reports: Iterable[MismatchReport]) -> MismatchReport:

@@ -10,6 +10,9 @@ PEFT. The dtype of the weights is the dtype of the computation, also inside of a
 # B rows  L padded length  T tokens of all rows  N scored tokens  V vocabulary
 """
 
+# The packages that it extends are not typed.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportAssignmentType=false
 from __future__ import annotations
 
 import os

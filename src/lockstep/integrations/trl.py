@@ -12,6 +12,9 @@
 `lockstep.watch(trainer)` records in a trainer that exists already. Nothing here imports TRL.
 """
 
+# The packages that it extends are not typed.
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+# pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportAssignmentType=false
 from __future__ import annotations
 
 import asyncio
