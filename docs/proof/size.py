@@ -28,7 +28,7 @@ CEILINGS = {
     "models and ops": 8_809,
     "engines, sync, launch": 9_051,
     "agent": 7_027,
-    "learn: training, correction, objectives": 5_179,
+    "learn: training, correction, objectives": 5_178,
     "doctor": 7_604,
     "integrations": 1_228,
     "store, observe, report": 2_802,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +24,9 @@ def takes_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
-        values: list[Any] | None = args[0] if args and isinstance(args[0], list) else None
-        if values is not None and not any(isinstance(x, torch.Tensor) for x in values):
-            args = (np.asarray(values), *args[1:])
+        first = cast("list[Any]", args[0]) if args and isinstance(args[0], list) else None
+        if first is not None and not any(isinstance(x, torch.Tensor) for x in first):
+            args = (np.asarray(first), *args[1:])
         if not any(isinstance(x, np.ndarray) for x in (*args, *kwargs.values())):
             return function(*args, **kwargs)
         found: Any = function(*map(_tensor, args), **{k: _tensor(x) for k, x in kwargs.items()})
@@ -45,7 +45,6 @@ def _array(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return x.numpy()
     if isinstance(x, tuple):
-        items: tuple[Any, ...] = x
-        return tuple(map(_array, items))
+        return tuple(map(_array, cast("tuple[Any, ...]", x)))
     known: Any = x
     return {k: _array(v) for k, v in known.items()} if isinstance(x, Mapping) else x

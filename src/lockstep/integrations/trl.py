@@ -14,7 +14,7 @@
 
 # The packages that it extends are not typed.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
-# pyright: reportOptionalMemberAccess=false, reportIndexIssue=false, reportAssignmentType=false
+# pyright: reportOptionalSubscript=false, reportOptionalMemberAccess=false, reportIndexIssue=false, reportAssignmentType=false
 from __future__ import annotations
 
 import asyncio

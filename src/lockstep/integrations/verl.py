@@ -293,7 +293,7 @@ def _gateway_loop() -> Any:
             gateway, renderer = _gateway_of(self.config.actor_rollout_ref.model.path)
             server, rollout = await gateway.open(), self.rollout_config
             size = rollout.prompt_length + rollout.response_length
-            engine = Servers(
+            engine = Servers(  # pyright: ignore[reportAbstractUsage]
                 self.server_manager, vocab_size=renderer.tokenizer.vocab_size, max_tokens=size
             )
             sampling = SamplingParams(
