@@ -30,11 +30,11 @@ CEILINGS = {
     "agent": 7_027,
     "learn: training, correction, objectives": 5_178,
     "doctor": 7_604,
-    "integrations": 1_228,
+    "integrations": 1_224,
     "store, observe, report": 2_802,
     "environments and recipes": 4_121,
     "testing": 1_547,
-    "tests": 61_710,
+    "tests": 61_720,
     "proofs and benchmarks": 11_778,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling

@@ -20,7 +20,6 @@ def peer(monkeypatch):
 
 
 def set_words(monkeypatch, words):
-    verl.settings.cache_clear()
     monkeypatch.setenv("LOCKSTEP", words)
 
 

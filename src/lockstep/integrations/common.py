@@ -62,9 +62,8 @@ class Settings:
 
     @classmethod
     def read(cls, words: str | None = None) -> Settings:
-        """words: None reads the variable."""
-        words = os.environ.get(VARIABLE, "") if words is None else words
-        return from_settings(cls, {}, shlex.split(words))
+        """words: None reads the variable. Losses ask for each micro-batch: a text is read once."""
+        return _read(os.environ.get(VARIABLE, "") if words is None else words)
 
     def attempt(self, what: str, ours: Callable[[], T], otherwise: Callable[[], T]) -> T:
         """`ours`, or `otherwise` with one sentence where it fails. A setting that cannot be is
@@ -82,10 +81,16 @@ class Settings:
 
 
 @cache
+def _read(words: str) -> Settings:
+    return from_settings(Settings, {}, shlex.split(words))
+
+
+@cache
 def say_once(text: str) -> None:
     _log.warning("lockstep: %s", text)
 
 
+@cache
 def check_version(package: str, tested: str) -> None:
     """Warns once of a version that these functions were not tested with."""
     try:

@@ -23,7 +23,6 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from lockstep.doctor.watch import Watch
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.errors import CapabilityError, ConfigError, LockstepError, MismatchError, named
+from lockstep.integrations.common import check_version
 from lockstep.launch.event_loop import run_to_end
 from lockstep.types import Request, SamplingParams, frozen_ids
 
@@ -205,9 +205,8 @@ class _Session:
     is_off: bool = False
 
     def __post_init__(self) -> None:
-        trainer, found = self.trainer, _version_of_trl()
-        if found and not f"{found}.".startswith(f"{TESTED}."):
-            _log.warning("lockstep: tested with TRL %s, found %s: it is tried.", TESTED, found)
+        trainer = self.trainer
+        check_version("trl", TESTED)
         own = super(LockstepMixin, trainer)
         self.guarded(lambda: _check_there(HOOKS, [name for name in HOOKS if hasattr(own, name)]))
         if self.watching is not None:
@@ -442,18 +441,10 @@ def _use_decoder(trainer: Any) -> None:
 # -- pieces ----------------------------------------------------------------------------------------
 
 
-def _version_of_trl() -> str:
-    try:
-        return version("trl")
-    except PackageNotFoundError:
-        return ""
-
-
 def _check_there(expected: Sequence[str], found: Any) -> None:
     if missing := [name for name in expected if name not in found]:
         raise CapabilityError(
-            f"this trainer (TRL {_version_of_trl() or 'not installed'}) has no "
-            f"{', '.join(missing)}; TRL {TESTED} has. Install that release."
+            f"this trainer has no {', '.join(missing)}; TRL {TESTED} has. Install that release."
         )
 
 

@@ -53,7 +53,7 @@ CORRECTION = "compute_rollout_correction_and_add_to_batch"
 LOOKED_AT = 64
 """Rows of a step that are fetched from the queue for the watch."""
 
-settings = cache(Settings.read)
+settings = Settings.read
 
 
 def policy_loss(

@@ -13,6 +13,7 @@ import lockstep
 from lockstep import diagnose
 from lockstep.correction import Correction
 from lockstep.errors import CapabilityError, ConfigError
+from lockstep.integrations import common
 from lockstep.integrations import trl as integration
 from lockstep.integrations.trl import LockstepMixin, Sampler
 from lockstep.models.locate import locate_model
@@ -201,12 +202,14 @@ def test_a_hook_that_is_missing_is_named_with_its_release(tmp_path, caplog):
 
 
 def test_another_release_of_trl_is_named_once_and_tried(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(integration, "version", lambda name: "1.19.2")
+    monkeypatch.setattr(common, "version", lambda name: "1.19.2")
+    common.check_version.cache_clear()
+    common.say_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         trainer = Trainer(tmp_path, batch_of())
     trainer.train()
     assert [r.getMessage() for r in caplog.records if "1.19.2" in r.getMessage()] == [
-        "lockstep: tested with TRL 1.16, found 1.19.2: it is tried."
+        "lockstep: trl 1.19.2 is installed; tested with 1.16. It is tried all the same."
     ]
     assert trainer._metrics["train"]["doctor/rows"] == [2]
 

@@ -39,6 +39,7 @@ class Exporter:
 @pytest.fixture(autouse=True)
 def trainer(monkeypatch):
     """Stand-ins for the two modules of the trainer."""
+    common.check_version.cache_clear()
     common.say_once.cache_clear()
     common.watch_of.cache_clear()
     prime_rl._settings.cache_clear()

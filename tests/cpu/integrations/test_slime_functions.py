@@ -19,6 +19,7 @@ LENGTHS = [4, 2, 5]
 @pytest.fixture(autouse=True)
 def lockstep(monkeypatch):
     """Sets the variable, and forgets earlier warnings."""
+    common.check_version.cache_clear()
     common.say_once.cache_clear()
     common.watch_of.cache_clear()
     return lambda words: monkeypatch.setenv("LOCKSTEP", words)
@@ -167,6 +168,14 @@ def test_miles_hands_over_no_batch_and_the_watch_says_so(lockstep, caplog):
     lockstep("")
     with pytest.raises(ConfigError, match="watch=/data/doctor"):
         slime.watch(SimpleNamespace())
+
+
+def test_the_variable_is_read_once_for_each_text_and_not_for_each_micro_batch(lockstep):
+    lockstep("correction=tis")
+    first = common.Settings.read()
+    assert common.Settings.read() is first
+    lockstep("correction=icepop")
+    assert common.Settings.read().correction.bound == "mask"
 
 
 def test_another_version_is_said_once(monkeypatch, caplog, lockstep):

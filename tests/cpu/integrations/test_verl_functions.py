@@ -35,7 +35,7 @@ def run(monkeypatch):
     monkeypatch.setitem(sys.modules, verl.TRAINER, modules.trainer)
 
     def lockstep(words):
-        for cached in (verl.settings, common.say_once, common.watch_of):
+        for cached in (common.check_version, common.say_once, common.watch_of):
             cached.cache_clear()
         monkeypatch.setenv("LOCKSTEP", words)
         return modules
