@@ -133,7 +133,8 @@ def test_a_child_that_hangs_is_killed_with_all_that_it_started(child):
 
 
 def test_a_child_that_does_not_read_its_input_is_a_timeout_too(tmp_path):
-    source = "import time, sys; print('{\"id\": 0}', flush=True); time.sleep(600)"
+    opened = "sys.stdin.readline(); print('{\"id\": 0}', flush=True)"
+    source = f"import sys, time; {opened}; time.sleep(600)"
     child = child_of(source, tmp_path)
     with pytest.raises(ChildTimeoutError):
         child.ask({"text": "x" * 5_000_000}, seconds=0.5)
