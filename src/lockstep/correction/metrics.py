@@ -15,12 +15,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from lockstep.errors import AlignmentError
 from lockstep.observe.parts import PARTS
+from lockstep.ops.context import to_device
 from lockstep.types import MAX_LOGPROB
 
 Tensor = torch.Tensor
@@ -265,11 +268,17 @@ def histogram_of(d: Tensor, is_counted: Tensor) -> Tensor:
     # Counted by sign, exponent and highest bits of each float32, as one number.
     codes = (d.float().view(torch.int32) >> (23 - _SUB_BITS)) + _NUM_CODES // 2
     counts = is_counted.new_zeros(_NUM_CODES).scatter_add_(0, codes.long(), is_counted)
-    code = torch.arange(_NUM_CODES, device=d.device) - _NUM_CODES // 2
+    return counts.new_zeros(BINS).index_add_(0, _bins_of_codes(d.device), counts)
+
+
+@cache
+def _bins_of_codes(device: torch.device) -> Tensor:
+    """[_NUM_CODES] int64: each code's bin."""
+    code = np.arange(_NUM_CODES) - _NUM_CODES // 2
     size = code & (_NUM_CODES // 2 - 1)
-    side = (size - (_FIRST_BIN - 1)).clamp(0, _SIDE)  # 0: below the first edge
-    bins = torch.where(code < 0, _SIDE - side, _SIDE + side)
-    return counts.new_zeros(BINS).index_add_(0, bins, counts)
+    side = (size - (_FIRST_BIN - 1)).clip(0, _SIDE)  # 0: below the first edge
+    with torch.inference_mode(False):  # kept for whoever comes next
+        return to_device(np.where(code < 0, _SIDE - side, _SIDE + side), device)
 
 
 def _quantile(histogram: Sequence[float], count: float, q: float) -> float:
