@@ -3,6 +3,7 @@
     python docs/proof/trl_equal.py --packages DIR [--steps 50] [--json FILE]
     python docs/proof/trl_equal.py --packages DIR --model smollm2-135m --steps 5
     python docs/proof/trl_equal.py --packages DIR --times [--steps 6]
+    python docs/proof/trl_equal.py --packages DIR --curves --model smollm2-135m [--json FILE]
 
 It trains a small random model on prompts of unlike lengths, without an adapter and with PEFT's
 LoRA, in micro-batches that are padded on both sides. --model takes any other model that Lockstep
@@ -25,6 +26,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,6 +35,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 CHARACTERS = [chr(code) for code in range(32, 127)]
+GAP = ("compared_tokens", "unequal_tokens", "largest_kl")
 PROMPTS = ["2 + 2?", "What is the name of Sara's cat?", "Go", "Write seven digits, please: "]
 
 
@@ -72,21 +75,29 @@ def share_of_digits(completions: list[Any], **_: Any) -> list[float]:
 
 def make_trainer(
     source: str | Path, out: str | Path, *, lora: bool = False, base: str = "GRPOTrainer",
-    settings: dict[str, Any] | None = None, **parts: Any,
+    settings: dict[str, Any] | None = None, is_alone: bool = False, **parts: Any,
 ) -> Any:  # fmt: skip
     """A trainer of TRL with the mixin, the decoder and the engine. settings: its config. parts:
-    its arguments."""
+    its arguments. is_alone: with none of the three."""
     import trl
     from datasets import Dataset
     from datasets.table import InMemoryTable
     from peft import LoraConfig
-    from transformers import AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from lockstep.integrations.causal_lm import LockstepForCausalLM
     from lockstep.integrations.trl import LockstepMixin, Sampler
+    from lockstep.models.locate import locate_model
 
-    kind = type("Trainer", (LockstepMixin, getattr(trl, base)), {})
-    decoder = LockstepForCausalLM.from_pretrained(source)
+    directory = locate_model(str(source))
+    if is_alone:
+        kind, model = getattr(trl, base), AutoModelForCausalLM.from_pretrained(directory)
+        ours = {}
+    else:
+        kind = type("Trainer", (LockstepMixin, getattr(trl, base)), {})
+        model = LockstepForCausalLM.from_pretrained(source)
+        watch = {"max_share": 1000, "on_cause": "raise"}
+        ours = {"sampler": Sampler(), "strict": True, "watch": watch}
     adapter = LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", target_modules="all-linear")
     prompts = InMemoryTable.from_pylist([{"prompt": prompt} for prompt in PROMPTS * 4])
     arguments = {
@@ -96,17 +107,14 @@ def make_trainer(
         "save_strategy": "no", "disable_tqdm": True,
     }  # fmt: skip
     return kind(**{
-        "model": decoder,
+        "model": model,
         "args": getattr(trl, base.replace("Trainer", "Config"))(**arguments | (settings or {})),
-        "processing_class": AutoTokenizer.from_pretrained(decoder.config.checkpoint),
+        "processing_class": AutoTokenizer.from_pretrained(directory),
         "reward_funcs": [share_of_digits],
         # A fingerprint of its own: datasets 5.2 cannot pickle some builds of pyarrow for one.
         "train_dataset": Dataset(prompts, fingerprint="prompts"),
         "peft_config": adapter if lora else None,
-        "sampler": Sampler(),
-        "strict": True,
-        "watch": {"max_share": 1000, "on_cause": "raise"},
-    } | parts)  # fmt: skip
+    } | ours | parts)  # fmt: skip
 
 
 def gap_of(trainer: Any) -> dict[str, Any]:
@@ -189,12 +197,31 @@ def times(steps: int, *, rounds: int = 3) -> dict[str, Any]:
     }
 
 
+def curve(model: str, steps: int, seed: int, *, is_alone: bool) -> dict[str, Any]:
+    """Reward and processor seconds of each step, and the gap where there is one."""
+    with TemporaryDirectory() as place:
+        settings = {"max_steps": steps, "seed": seed}
+        trainer = make_trainer(model, place, settings=settings, is_alone=is_alone, lora=True)
+        trainer.add_callback(clock := Clock())
+        trainer.train()
+        rewards = [row["reward"] for row in trainer.state.log_history if "reward" in row]
+        return {
+            "side": "TRL" if is_alone else "TRL with Lockstep",
+            "seed": seed,
+            "rewards": [round(reward, 4) for reward in rewards],
+            "cpu_seconds": round(statistics.median(clock.seconds), 3),
+            **({} if is_alone else {k: gap_of(trainer)[k] for k in GAP}),
+        }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--packages", default="", help="a folder that has TRL for this Python")
     parser.add_argument("--model", default="", help="in place of the small random model")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--times", action="store_true")
+    parser.add_argument("--curves", action="store_true")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--json", default="", help="a file for the result")
     options = parser.parse_args()
     if options.packages:
@@ -202,9 +229,19 @@ def main() -> None:
     if options.times:
         print(json.dumps(times(options.steps)))
         return
-    runs = []
-    for lora in (False, True):
-        runs.append(measured(options.model, options.steps, lora=lora))
+    runs: list[dict[str, Any]] = []
+    if options.curves:
+        works = [
+            partial(curve, options.model, options.steps, seed, is_alone=is_alone)
+            for seed in options.seeds
+            for is_alone in (True, False)
+        ]
+    else:
+        works = [
+            partial(measured, options.model, options.steps, lora=lora) for lora in (False, True)
+        ]
+    for work in works:
+        runs.append(work())
         print(json.dumps(runs[-1]), flush=True)
     names = ("trl", "transformers", "peft", "torch")
     versions = {name: importlib.metadata.version(name) for name in names}
@@ -212,10 +249,13 @@ def main() -> None:
         from run import stamp
 
         model = options.model or "random Qwen3, 2 layers"
-        result = stamp("python docs/proof/trl_equal.py --packages DIR") | {"model": model}
+        command = "python docs/proof/trl_equal.py --packages DIR"
+        if options.curves:
+            command += f" --curves --model {options.model} --steps {options.steps}"
+        result = stamp(command) | {"model": model}
         result |= {"runs": runs, "versions": versions}
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
-    if any(run["unequal_tokens"] or run["largest_kl"] for run in runs):
+    if any(run.get("unequal_tokens") or run.get("largest_kl") for run in runs):
         raise SystemExit("the two sides differ")
 
 

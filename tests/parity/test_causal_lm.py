@@ -195,6 +195,7 @@ def test_a_saved_model_is_read_by_transformers_and_by_us(theirs, ours, padded, t
     ("call", "message"),
     [
         (lambda m, _: m.generate(), "does not generate: Lockstep's engine samples"),
+        (lambda m, ids: m(ids).last_hidden_state, "no hidden states. For TRL: .*LockstepMixin"),
         (lambda m, ids: m(ids, past_key_values=1), "cannot take past_key_values. Leave it out"),
         (lambda m, ids: m(ids, output_router_logits=True), "cannot take output_router_logits"),
         (lambda m, _: m.get_input_embeddings()(1), "its decoder computes"),

@@ -54,6 +54,7 @@ Tensor = torch.Tensor
 
 IGNORED = -100
 """Label of a token that is not scored: the number that transformers takes."""
+IN_TRL = "For TRL: give `lockstep.integrations.trl.LockstepMixin` as its trainer's first base."
 OF_TRANSFORMERS = re.compile(
     "(attn|experts)_implementation|trust_remote_code|local_files_only|low_cpu_mem_usage"
     "|use_(safetensors|cache)|return_dict|_from_auto|adapter_kwargs"
@@ -101,6 +102,11 @@ class ScoredOutput(CausalLMOutput):
     log_probs: Tensor | None = None
     """Log-prob of each label, given the tokens before it, at the model's `temperature`."""
     entropy: Tensor | None = None
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        """Read by TRL's own head, whose log-probs would not be the sampler's."""
+        raise CapabilityError(f"LockstepForCausalLM gives log-probs, no hidden states. {IN_TRL}")
 
 
 class HFWeight(nn.Module):
@@ -300,8 +306,7 @@ class LockstepForCausalLM(PreTrainedModel):
 
     def generate(self, *_: Any, **__: Any) -> Any:
         raise CapabilityError(
-            "LockstepForCausalLM does not generate: Lockstep's engine samples from its decoder "
-            "(lockstep.integrations.trl.Sampler)."
+            f"LockstepForCausalLM does not generate: Lockstep's engine samples from it. {IN_TRL}"
         )
 
     @property

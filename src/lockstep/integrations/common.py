@@ -21,7 +21,7 @@ from lockstep.correction.config import Correction
 from lockstep.correction.layout import Layout
 from lockstep.correction.metrics import MismatchReport
 from lockstep.correction.tokens import TokenFacts
-from lockstep.correction.weighing import weigh
+from lockstep.correction.weighing import Corrected, weigh
 from lockstep.doctor.watch import Watch
 from lockstep.errors import CapabilityError, ConfigError, LockstepError, named
 from lockstep.objectives.config import GRPO, AdvantageConfig, ObjectiveConfig, PPOClip
@@ -133,6 +133,29 @@ class Losses:
     """The mismatch with the sampler, if a correction looked at it."""
 
 
+def weigh_piece(
+    correction: Correction,
+    logprobs: Tensor,
+    rollout: Tensor,
+    *,
+    layout: Layout,
+    facts: TokenFacts | None = None,
+) -> tuple[Corrected, dict[str, Tensor]]:
+    """A micro-batch corrected, and figures of each token, on their device.
+
+    Raises ConfigError for a correction that needs the whole batch.
+    """
+    if correction.needs_whole_batch:
+        raise ConfigError(
+            "this correction depends on the whole batch (normalize, kl_penalty_form=advantage or "
+            "denominator=kept), and a loss sees one micro-batch. Set correction.normalize=false."
+        )
+    found = weigh(logprobs.detach(), rollout.detach(), correction, layout=layout, facts=facts)
+    d, _ = kl.log_ratio(logprobs, rollout, layout.mask)
+    kept = found.keep.float()
+    return found, {"mismatch_k1": kl.k1(d), "mismatch_k3": kl.k3(d), "kept": kept}
+
+
 def token_losses(
     settings: Settings,
     logprobs: Tensor,
@@ -149,16 +172,11 @@ def token_losses(
     old: of the policy before the update; None: this forward is it. All of the layout's shape.
     """
     correction, live = settings.correction, logprobs.detach()
-    if rollout is not None and correction.needs_whole_batch:
-        raise ConfigError(
-            "this correction depends on the whole batch (normalize, kl_penalty_form=advantage or "
-            "denominator=kept), and a loss sees one micro-batch. Set correction.normalize=false."
-        )
-    old, report = live if old is None else old.detach(), None
+    old, report, compared = live if old is None else old.detach(), None, dict[str, Tensor]()
     keep = torch.ones_like(live, dtype=torch.bool) if layout.mask is None else layout.mask
     if rollout is not None:
         facts = TokenFacts(advantages=advantages)
-        corrected = weigh(old, rollout.detach(), correction, layout=layout, facts=facts)
+        corrected, compared = weigh_piece(correction, old, rollout, layout=layout, facts=facts)
         weights, keep, report = corrected.weights, corrected.keep, corrected.report
     anchor = {"rollout": rollout, "on_policy": live}.get(correction.anchor, old)
     columns = read_tokens(
@@ -186,10 +204,7 @@ def token_losses(
     if correction.changes_loss and rollout is not None:
         rest = {"coef": correction.kl_penalty_coef, "clip": correction.kl_penalty_clip}
         loss = loss + kl.pull(tokens.logprobs, tokens.columns["rollout_logprobs"], **rest)
-    figures = {name: values.float() for name, values in out.mean.items()}
-    if rollout is not None:
-        d, _ = kl.log_ratio(old, rollout, layout.mask)
-        figures |= {"mismatch_k1": kl.k1(d), "mismatch_k3": kl.k3(d), "kept": keep.float()}
+    figures = {name: values.float() for name, values in out.mean.items()} | compared
     if weights is not None:
         figures["weight"] = weights
     shaped = {name: values.reshape(layout.shape) for name, values in figures.items()}

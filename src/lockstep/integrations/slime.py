@@ -19,9 +19,7 @@ from typing import Any
 
 import torch
 
-from lockstep.correction import kl
 from lockstep.correction.layout import Layout
-from lockstep.correction.weighing import weigh
 from lockstep.errors import AlignmentError, CapabilityError, ConfigError
 from lockstep.integrations.common import (
     Settings,
@@ -29,6 +27,7 @@ from lockstep.integrations.common import (
     hook_of,
     token_losses,
     watch_of,
+    weigh_piece,
 )
 
 Tensor = torch.Tensor
@@ -57,20 +56,13 @@ def correct(
     figures are of each token: the trainer takes their means, and nothing is copied to the host.
     """
     settings = _settings()
-    if settings.correction.needs_whole_batch:
-        raise ConfigError(
-            "correction.normalize needs the whole batch, and slime weighs one micro-batch at a "
-            "time. Set correction.normalize=false."
-        )
 
     def ours() -> tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]:
         layout = _layout(loss_masks, train_log_probs=train_log_probs)
-        old, rollout = torch.cat([*train_log_probs]).detach(), torch.cat([*rollout_log_probs])
-        found = weigh(old, rollout, settings.correction, layout=layout)
-        d, _ = kl.log_ratio(old, rollout, layout.mask)
-        figures = {"tis": found.weights, "mismatch_k1": kl.k1(d), "mismatch_k3": kl.k3(d)}
+        old, rollout = torch.cat([*train_log_probs]), torch.cat([*rollout_log_probs])
+        found, figures = weigh_piece(settings.correction, old, rollout, layout=layout)
         masks = torch.split(found.keep.to(loss_masks[0].dtype), [len(m) for m in loss_masks])
-        return pg_loss * found.weights, list(masks), figures | {"kept": found.keep.float()}
+        return pg_loss * found.weights, list(masks), figures | {"tis": found.weights}
 
     return settings.attempt("the correction", ours, lambda: (pg_loss, loss_masks, {}))
 
@@ -88,7 +80,8 @@ def loss(
     """
     settings, name = _settings(), _trainer()
     score = hook_of(SCORING[name], "get_log_probs_and_entropy", tested=TESTED[name])
-    more = getattr(sys.modules[SCORING[name]], "get_rollout_top_p_logprob_kwargs", _no_kwargs)
+    # miles has no log-probs over the ids that top-p kept.
+    more = getattr(sys.modules[SCORING[name]], "get_rollout_top_p_logprob_kwargs", lambda *_: {})
     _, scored = score(
         logits,
         args=args,
@@ -133,11 +126,6 @@ def watch(args: Any, rollout_id: int | None = None, rollout_data: Batch | None =
             watch_of(settings.watch, settings.tokenizer).slime(rollout_data, step=rollout_id)
 
     settings.attempt("the watch", ours, lambda: None)
-
-
-def _no_kwargs(args: Any, batch: Batch) -> dict[str, Any]:
-    """miles has no log-probs over the ids that top-p kept."""
-    return {}
 
 
 def _trainer() -> str:
