@@ -201,6 +201,7 @@ def curve(model: str, steps: int, seed: int, *, is_alone: bool) -> dict[str, Any
     """Reward and processor seconds of each step, and the gap where there is one."""
     with TemporaryDirectory() as place:
         settings = {"max_steps": steps, "seed": seed}
+        settings |= {"gradient_accumulation_steps": 2, "max_completion_length": 16}
         trainer = make_trainer(model, place, settings=settings, is_alone=is_alone, lora=True)
         trainer.add_callback(clock := Clock())
         trainer.train()

@@ -59,6 +59,8 @@ def arms():
         *(families[i] for i in (0, 3, 4, 7, 8)),  # each once, in one dtype or the other
         *(a for kind in (recomputing_arms, lora_arms, replaying_arms) for a in kind(**SHORT)[::3]),
         lora_arms(**SHORT)[5],  # of latents, whose adapter is multiplied head by head
+        # Weights wide enough for the CPU's own bfloat16, with an adapter that is not.
+        Arm(model="qwen3, 512 wide", dtype="bfloat16", threads=(2, 1), lora_rank=4, **SHORT),
     ]
 
 

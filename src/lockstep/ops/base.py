@@ -90,8 +90,8 @@ class Ops:
     def learn_library(self, weight_NK: Tensor) -> None:
         """Finds where a library's product of this weight may be taken. The self-test asks it."""
 
-    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Dtype of the products in a backward, for operands of this dtype."""
+    def gradient_dtype(self, dtype: torch.dtype, weight: Tensor | None = None) -> torch.dtype:
+        """Dtype of the products in a backward, for operands of this dtype, or for this weight."""
         return dtype
 
     # -- products -----------------------------------------------------------------------------
@@ -592,7 +592,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_MK, weight_NK, bias_N, ops):
         ctx.save_for_backward(x_MK, weight_NK)
-        ctx.dtype = ops.gradient_dtype(x_MK.dtype)
+        ctx.dtype = ops.gradient_dtype(x_MK.dtype, weight_NK)
         return ops.gemm(x_MK, weight_NK, bias_N)
 
     @staticmethod

@@ -77,7 +77,7 @@ class LogProbs(torch.autograd.Function):
                     kept[here] = logp
                 del logp
             del logits, choices  # before the next chunk is formed
-        ctx.settings = ops.gradient_dtype(hidden.dtype), temperature, support, V
+        ctx.settings = ops.gradient_dtype(hidden.dtype, weight), temperature, support, V
         ctx.save_for_backward(hidden, weight, ids, entropy, log_sums, kept)
         return logprobs, entropy
 

@@ -54,6 +54,8 @@ TILE_SCORES = 1 << 20  # scores held at once, 4 MiB: smaller tiles leave a secon
 PACKED_ROWS = 64  # a GEMM of more rows gains nothing from packed weights
 PACKED_SIZE = 1 << 14  # nor does a weight of fewer elements
 BATCHED_WIDTH = 8  # narrower weights take other kernels in a batched product than in a single one
+NATIVE_ROWS = 64  # of a GEMM in the CPU's own bfloat16: other kernels have other orders
+NATIVE_WIDTH = 256  # narrower weights gain little
 LEAST_ROWS = 4  # kernels for fewer differ occasionally, even where a test finds no difference
 VECTOR = 16  # float32 numbers in a register of AVX-512, the widest
 
@@ -71,6 +73,10 @@ class Rules:
     is_packing: bool = True
     """GEMMs of few rows read weights that are packed once per update. They give the bits of the
     large GEMM, and are as fast as the stock kernel for one row."""
+    native: frozenset[tuple[int, int]] = frozenset()
+    """Shapes [N, K] of bfloat16 weights whose GEMMs use the CPU's bfloat16 arithmetic, NATIVE_ROWS
+    rows at a time. The kernel of one shape has one order of sums, unless it splits them over
+    threads, as it does for large K and small N: the self-test tries each shape of a model."""
 
 
 def ask_for_reproducible_gemm() -> None:
@@ -89,9 +95,14 @@ def is_widened(dtype: torch.dtype) -> bool:
 
     Sums in float16 overflow. The kernels of CPUs with bfloat16 arithmetic (AMX) give a row other
     bits in another batch: 1 of 4608 outputs of a GEMM of 128 by 1536. Without that arithmetic,
-    float32 is several times as fast.
+    float32 is several times as fast. `Rules.native` is the exception.
     """
     return dtype in (torch.bfloat16, torch.float16)
+
+
+def has_bfloat16() -> bool:
+    """True if this CPU multiplies in bfloat16 (AVX-512 or AMX) and torch has oneDNN for it."""
+    return torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported()
 
 
 class InvariantOps(GemmOps):
@@ -112,11 +123,18 @@ class InvariantOps(GemmOps):
         return torch.float32  # attention computes in it: nothing is converted in each step
 
     def describe_gemm(self, dtype: torch.dtype) -> str:
+        if dtype == torch.bfloat16 and self.rules.native:
+            return f"bfloat16 in {NATIVE_ROWS} rows"
         return "float32" if is_widened(dtype) else "native"
 
-    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+    def gradient_dtype(self, dtype: torch.dtype, weight: Tensor | None = None) -> torch.dtype:
         """float32 where the forward computes in it."""
-        return torch.float32 if is_widened(dtype) else dtype
+        is_native = weight is not None and dtype == weight.dtype and self.is_native(weight)
+        return torch.float32 if is_widened(dtype) and not is_native else dtype
+
+    def is_native(self, weight: Tensor) -> bool:
+        """True if products with this weight [N, K] are computed in bfloat16."""
+        return weight.dtype == torch.bfloat16 and tuple(weight.shape) in self.rules.native
 
     # -- GEMMs --------------------------------------------------------------------------------
 
@@ -132,6 +150,8 @@ class InvariantOps(GemmOps):
         """owner, index: the weight is slice `index` of the parameter `owner`; without an owner it
         is a parameter itself."""
         (M, dtype), N = (len(x_MK), x_MK.dtype), len(weight_NK)
+        if owner is None and self.is_native(weight_NK):
+            return self._native_gemm(x_MK, weight_NK, bias_N)
         owner = weight_NK if owner is None else owner
         if extra := -M % self.rules.row_quantum:
             x_MK = F.pad(x_MK, (0, 0, 0, extra))
@@ -152,6 +172,17 @@ class InvariantOps(GemmOps):
         if is_wide:
             out = out.to(dtype)
         return out[:M, :N] if extra or missing > 0 else out
+
+    def _native_gemm(self, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        M, rows = len(x_MK), NATIVE_ROWS
+        is_kept = torch.is_inference_mode_enabled() and not weight_NK.is_inference()
+        pack = self._packed.native if is_kept else torch.ops.mkldnn._reorder_linear_weight
+        packed = pack(weight_NK, rows)
+        parts = [
+            torch.ops.mkldnn._linear_pointwise(part, packed, bias_N, "none", [], "")
+            for part in F.pad(x_MK, (0, 0, 0, -M % rows)).split(rows)
+        ]
+        return torch.cat(parts)[:M] if parts else x_MK.new_empty(0, len(weight_NK))
 
     def _reads_packed(self, num_rows: int, weight: Tensor, owner: Tensor, is_float32: bool) -> bool:
         # Only a sampler runs in inference mode: for a trainer's few rows, packing does not pay, nor
@@ -270,16 +301,25 @@ class _PackedWeights:
 
     def of(self, weight: Tensor, owner: Tensor, index: int) -> tuple[Tensor, Tensor]:
         """(packed weight, its float32 source)."""
+        packs, key = self._packs(owner), (index, len(weight))  # padded by the number of threads
+        if key not in packs:
+            wide = weight.detach().float()
+            packs[key] = torch.ops.mkl._mkl_reorder_linear_weight(wide, PACKED_ROWS), wide
+        return packs[key]
+
+    def native(self, weight: Tensor, rows: int) -> Tensor:
+        """The weight for products of this many rows."""
+        packs = self._packs(weight)
+        if rows not in packs:
+            packs[rows] = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
+        return packs[rows]
+
+    def _packs(self, owner: Tensor) -> dict[Any, Any]:
+        """What was made of the weight's present version."""
         entry = self._of.get(owner)
         if entry is None or entry[0] != owner._version:
             entry = self._of[owner] = (owner._version, {})
-        key = index, len(weight)  # padded by the number of rows and threads
-        found = entry[1].get(key)
-        if found is None:
-            wide = weight.detach().float()
-            packed = torch.ops.mkl._mkl_reorder_linear_weight(wide, PACKED_ROWS)
-            found = entry[1][key] = (packed, wide)
-        return found
+        return entry[1]
 
 
 def _least_outputs(num_rows: int) -> int:

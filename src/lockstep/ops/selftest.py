@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from lockstep.ops.base import Ops
 from lockstep.ops.chunks import States, StateStep
@@ -36,7 +37,7 @@ from lockstep.ops.context import (
     PagedContext,
 )
 from lockstep.ops.contract import CHUNK, COVERED_DTYPES, Fingerprint
-from lockstep.ops.invariant import InvariantOps
+from lockstep.ops.invariant import NATIVE_WIDTH, InvariantOps, Rules, has_bfloat16
 
 Tensor = torch.Tensor
 
@@ -103,7 +104,7 @@ def prove(model: Any, *, ops: Ops | None = None) -> Proof:
         return Proof(ops=Ops(), failure=failure, num_checks=0, seconds=0.0)
     num_checks, before, threads = 0, model.ops, torch.get_num_threads()
     try:
-        model.ops = ops = ops or _ops_of(weight.device)
+        model.ops = ops = ops or _ops_of(model)
         while True:
             op, failure, count = first_failure(model)
             num_checks += count
@@ -124,9 +125,13 @@ def prove(model: Any, *, ops: Ops | None = None) -> Proof:
     )
 
 
-def _ops_of(device: torch.device) -> Ops:
-    if device.type == "cpu":
-        return InvariantOps()
+def _ops_of(model: Any) -> Ops:
+    weight = model.head
+    if weight.device.type == "cpu":
+        if weight.dtype != torch.bfloat16 or not has_bfloat16():
+            return InvariantOps()
+        shapes = [(*p.shape,) for p in (weight, *model.parameters())]
+        return InvariantOps(Rules(native=native_shapes(shapes)))
     from lockstep.ops.cuda import CudaOps
 
     return CudaOps()
@@ -137,7 +142,9 @@ def _change_rules(ops: Ops, failed: str) -> bool:
     if not isinstance(ops, InvariantOps):
         return failed in PRODUCTS and ops.take_one_tile()
     rules = ops.rules
-    if failed == "packed weights":
+    if rules.native and failed in ("linear", "packed weights"):
+        rules = replace(rules, native=frozenset())
+    elif failed == "packed weights":
         rules = replace(rules, is_packing=False)
     elif failed == "attention" and rules.key_quantum < KEY_BLOCK:
         rules = replace(rules, key_quantum=KEY_BLOCK)
@@ -265,6 +272,35 @@ def adapter_failure(
     return _first_failure(ops, calls)[1]
 
 
+def native_shapes(shapes: Iterable[tuple[int, ...]]) -> frozenset[tuple[int, int]]:
+    """Shapes [N, K] of weights whose products in the CPU's own bfloat16 are invariant."""
+    found: set[tuple[int, int]] = set()
+    for shape in dict.fromkeys(shapes):
+        if len(shape) == 2 and min(shape) >= NATIVE_WIDTH:
+            ops = InvariantOps(Rules(native=frozenset([shape])))
+            call = _Call("linear", _cancelling(sum(ROW_LENGTHS), *shape), {})
+            found |= set() if any(_row_checks(ops, call)) else {shape}
+    return frozenset(found)
+
+
+def _cancelling(num_rows: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
+    """x [T, K] and a weight [N, K], bfloat16. Each term of x W^T has its negative at another place
+    of the sum, and terms differ by powers of two: what is left is the sum's own rounding, which
+    results in bfloat16 would hide otherwise."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(rows: int) -> Tensor:
+        power = torch.randint(-6, 7, (rows, inputs // 2), generator=generator)
+        return torch.randn(rows, inputs // 2, generator=generator).ldexp(power).bfloat16()
+
+    place = torch.randperm(inputs, generator=generator)
+    half, least = draw(num_rows), draw(min(outputs, 1024))
+    rows = least.repeat(-(-outputs // len(least)), 1)[:outputs]
+    x, weight = torch.cat([half, -half], 1), torch.cat([rows, rows], 1)
+    x, weight = (F.pad(m, (0, inputs % 2))[:, place].contiguous() for m in (x, weight))
+    return x, weight
+
+
 def _first_failure(ops: Ops, calls: Sequence[_Call]) -> tuple[str, str, int]:
     """As `first_failure`, of these calls."""
     checks = {
@@ -290,7 +326,7 @@ def _unrounded(ops: Ops, call: _Call) -> Iterator[_Call]:
     operands of the wider dtype: rounding hides nearly every difference of two sums."""
     yield call
     dtype = call.args[0].dtype
-    if ops.gradient_dtype(dtype) != dtype:
+    if ops.gradient_dtype(dtype, call.args[1] if call.op == "linear" else None) != dtype:
 
         def wide(value: Any) -> Any:
             is_number = isinstance(value, Tensor) and value.is_floating_point()
