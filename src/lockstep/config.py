@@ -510,7 +510,7 @@ def _parse(annotation: Any, text: str, path: str) -> Any:
     lowered = text.lower()
     for member in _union(annotation):
         origin, inner = typing.get_origin(member) or member, typing.get_args(member)
-        is_list = origin in (tuple, list)
+        is_list, is_json = origin in (tuple, list), text.startswith(("[", "{"))
         if origin is bool and lowered in _WORDS:
             return _WORDS[lowered]
         if origin in (int, float):
@@ -518,7 +518,7 @@ def _parse(annotation: Any, text: str, path: str) -> Any:
                 return origin(text)
         elif origin is typing.Literal:  # a choice may be a number, which its digits name
             return next((a for a in inner if str(a) == text), text)
-        elif is_list and not (inner and dataclasses.is_dataclass(inner[0])):
+        elif is_list and not (is_json and inner and dataclasses.is_dataclass(inner[0])):
             return [_Text(p.strip()) for p in text.strip("[]() ").split(",") if p.strip()]
         elif origin is Any:
             with contextlib.suppress(ValueError):

@@ -229,6 +229,11 @@ def test_a_correction_that_cannot_be_meant_is_refused(settings, text):
         Correction(**settings)
 
 
+def test_rules_with_names_are_listed_by_commas():
+    found = of_command_line("correction.reject=veto_prob,veto_ratio").reject
+    assert found == (Rule.veto_prob(), Rule.veto_ratio())
+
+
 def test_one_update_per_batch_is_all_that_on_policy_allows():
     Correction.on_policy().check_updates(1)
     Correction.bypass().check_updates(4)
@@ -242,6 +247,7 @@ def test_one_update_per_batch_is_all_that_on_policy_allows():
 @pytest.mark.parametrize(
     ("override", "text"),
     [
+        ("correction.reject=veto_prob,veto", r"^correction\.reject\[1\]=veto.*'veto_prob'"),
         ("correction=mss", "^correction=mss.*'mis'"),
         ("correction.limits=3,1", r"correction\.limits=3,1.*\b0 <="),
         ("correction.limits=3", r"^correction\.limits.*\b2\b.*\['3'\]"),
