@@ -25,6 +25,7 @@ from lockstep.models.attention import rope_table
 from lockstep.models.attention_config import LatentShape
 from lockstep.models.config import ModelConfig
 from lockstep.models.latent_attention import LATENT_EPS, LatentAttention
+from lockstep.models.layer_inputs import LayerInputs
 from lockstep.ops.base import Context
 from lockstep.ops.context import AttentionSpec, PackedContext, PagedContext
 from lockstep.ops.invariant import InvariantOps
@@ -58,26 +59,27 @@ TIMED = config_of(
 class Unfolded(LatentAttention):
     """The same numbers up to rounding, by keys and values of all heads."""
 
-    def forward(self, x_TD, norm, cos, sin, context, ops, adapters=None, *, output_norm=None):
-        at, H, T = self.latent, self.num_heads, len(x_TD)
+    def forward(self, x_TD, inputs, *, norm=None, output_norm=None):
+        at, H, T, ops = self.latent, self.num_heads, len(x_TD), inputs.ops
         assert self.q_proj is not None, "the config that is timed has one projection"
-        q_nope, q_rope = self.q_proj(x_TD, ops).view(T, H, -1).split([at.nope_dim, at.rope_dim], -1)
-        folded, k_rope = self.kv_a_proj(x_TD, ops).split([at.kv_rank, at.rope_dim], -1)
+        q_TH = self.q_proj(x_TD, inputs).view(T, H, -1)
+        q_nope, q_rope = q_TH.split([at.nope_dim, at.rope_dim], -1)
+        folded, k_rope = self.kv_a_proj(x_TD, inputs).split([at.kv_rank, at.rope_dim], -1)
         folded = ops.rms_norm(folded.contiguous(), self.kv_a_norm, LATENT_EPS)
-        k_nope, v = self.kv_b_proj(folded, ops).view(T, H, -1).split(
+        k_nope, v = self.kv_b_proj(folded, inputs).view(T, H, -1).split(
             [at.nope_dim, at.value_dim], -1
         )  # fmt: skip
         parts = torch.cat([q_rope, k_rope[:, None]], 1)
         parts = parts.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        q_rope, k_rope = ops.rope(parts, cos, sin).split([H, 1], 1)
+        q_rope, k_rope = ops.rope(parts, inputs.cos, inputs.sin).split([H, 1], 1)
         out = ops.attention(
             torch.cat([q_nope, q_rope], -1),
             torch.cat([k_nope, k_rope.expand(-1, H, -1)], -1),
             F.pad(v, (0, at.nope_dim + at.rope_dim - at.value_dim)),
             AttentionSpec(None, None, self.scale, self.layer),
-            context,
+            inputs.context,
         )[..., : at.value_dim].flatten(1)
-        return self.o_proj.added(x_TD, out, ops, None, norm=output_norm, eps=self.eps)
+        return self.o_proj.added(x_TD, out, output_norm, self.eps, inputs)
 
 
 def make(kind: type[LatentAttention]) -> LatentAttention:
@@ -91,7 +93,7 @@ def make(kind: type[LatentAttention]) -> LatentAttention:
 
 def run(layer: LatentAttention, x_TD: torch.Tensor, positions_T: torch.Tensor, context: Context):
     cos, sin = rope_table(TIMED)
-    return layer(x_TD, None, cos[positions_T], sin[positions_T], context, OPS)
+    return layer(x_TD, LayerInputs(OPS, context, cos[positions_T], sin[positions_T]))
 
 
 def inputs(num_tokens: int) -> torch.Tensor:

@@ -24,12 +24,17 @@ from lockstep.envs.docsearch.worlds import ENTITY_WORDS, NAMES, NO_RESULTS, VALU
 from lockstep.envs.instructions.checkers import LESS_THAN, Instruction, count_words, instruction
 from lockstep.envs.instructions.generated import PromptWorld
 from lockstep.envs.math.problems import Made, Operation, chain, word_problem
-from lockstep.recipes import supervised_recipe
-from lockstep.recipes.shipped import HEAD_INSTRUCTIONS, STEPS_INSTRUCTIONS, TOOL_INSTRUCTIONS
+from lockstep.recipes import find_recipe, supervised_recipe
 from lockstep.renderers.config import ChatMLConfig, HarmonyConfig
 from lockstep.run_config import SupervisedConfig
 from lockstep.training.config import SFTConfig, TrainerConfig
 from lockstep.types import Message, ToolCall
+
+STEPS_INSTRUCTIONS = find_recipe("math").task.instructions
+TOOL_INSTRUCTIONS = find_recipe("retool").task.instructions
+HEAD_INSTRUCTIONS = find_recipe("retool").task.head_instructions
+"""Developer messages of the recipes that tiny-math is trained for: word problems, chains with the
+tool, chains without it."""
 
 # -- document search -------------------------------------------------------------------------------
 

@@ -21,12 +21,11 @@ from lockstep.agent.tasks import derive_seed
 from lockstep.config import tag
 from lockstep.doctor.scoring.prompts import opening_of
 from lockstep.errors import ConfigError
-from lockstep.models.adapter_rows import AdapterRows
 from lockstep.models.attention import Attention
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
+from lockstep.models.layer_inputs import LayerInputs
 from lockstep.models.variants import sharing, with_attention, with_config
-from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.pieces import first_difference
@@ -699,15 +698,10 @@ class DroppingAttention(Attention):
         self._share, self._generator = share, generator
 
     def add_output(
-        self,
-        residual_TD: Tensor,
-        x_TK: Tensor,
-        ops: Ops,
-        adapters: AdapterRows | None,
-        norm: Tensor | None,
+        self, residual_TD: Tensor, x_TK: Tensor, norm: Tensor | None, at: LayerInputs
     ) -> Tensor:
-        out_TD = self.o_proj(x_TK, ops, adapters)
-        out_TD = out_TD if norm is None else ops.rms_norm(out_TD, norm, self.eps)
+        out_TD = self.o_proj(x_TK, at)
+        out_TD = out_TD if norm is None else at.ops.rms_norm(out_TD, norm, self.eps)
         kept_TD = torch.rand(out_TD.shape, generator=self._generator) >= self._share
         kept_TD = (kept_TD / (1 - self._share)).to(out_TD.device, out_TD.dtype)
         return residual_TD + out_TD * kept_TD

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, Literal, TypeVar
@@ -73,97 +73,84 @@ class Entry:
 E = TypeVar("E", bound=Entry)
 
 
-class Ledger(Generic[E]):
-    """The requests of one engine, and its state.
+class LedgerEngine(Engine, Generic[E]):
+    """Base of the engines that keep an account of their requests: a repeated id gets the same
+    tokens again. A subclass samples: `_start` begins a request, and the methods below `_changing`
+    change the engine's state, one after another."""
 
-    >>> from lockstep.types import SamplingParams
-    >>> async def demo():
-    ...     ledger = Ledger()
-    ...     sampling = SamplingParams(max_tokens=2)
-    ...     request = Request(id="a", prompt_ids=np.array([1], np.int32), sampling=sampling)
-    ...     def start(request):
-    ...         entry = Entry(request=request)
-    ...         ledger.deliver(entry, end_delta(entry, "stop", version=3))
-    ...         return entry
-    ...     twice = [ledger.answer(request, start, lambda entry: None) for _ in range(2)]
-    ...     return [d.finish_reason for deltas in twice async for d in deltas]
-    >>> asyncio.run(demo())
-    ['stop', 'stop']
-    """
+    EVENTS: ClassVar[tuple[str, ...]]
+    """Counters that `take_metrics` reports."""
 
     def __init__(self) -> None:
-        self.running: dict[str, E] = {}
+        self._running: dict[str, E] = {}
         """Requests that have not ended, by id."""
         self.stats: Counter[str] = Counter()
         """Events since the start; each kind of engine counts some."""
-        self.is_paused = self.is_asleep = self.is_closed = False
-        self.broken = ""
+        self._is_paused = self._is_asleep = self._is_closed = False
+        self._broken = ""
         """Why the engine cannot answer anything; empty if it can."""
+        self._version = 0
         self._ended: OrderedDict[str, E] = OrderedDict()
         self._waiters: list[asyncio.Future[None]] = []
         self._reported: Counter[str] = Counter()
+        self._locks: dict[asyncio.AbstractEventLoop, asyncio.Lock] = {}
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def take_metrics(self) -> dict[str, float]:
+        found = {name: float(self.stats[name] - self._reported[name]) for name in self.EVENTS}
+        self._reported = self.stats.copy()
+        return found
 
     # -- state ------------------------------------------------------------------------------------
 
     @property
-    def may_sample(self) -> bool:
-        return not (self.is_paused or self.is_asleep or self.is_closed)
+    def _may_sample(self) -> bool:
+        return not (self._is_paused or self._is_asleep or self._is_closed)
 
-    def check_open(self) -> None:
+    def _check_open(self) -> None:
         """Raises EngineError once the engine is closed."""
-        if self.is_closed:
+        if self._is_closed:
             raise EngineError("the engine is closed.")
 
-    def check_ready(self, where: str) -> None:
+    def _check_ready(self, where: str) -> None:
         """Raises EngineError unless the engine takes requests, now or after a pause."""
-        self.check_open()
-        if self.is_asleep:
+        self._check_open()
+        if self._is_asleep:
             raise EngineError(f"{where}: the engine is asleep; call wake() first.")
-        if self.broken:
-            raise EngineError(self.broken)
+        if self._broken:
+            raise EngineError(self._broken)
 
-    async def changed(self, seconds: float | None = None) -> None:
-        """Waits for the next `wake`, at most for `seconds`."""
+    async def _changed(self, seconds: float | None = None) -> None:
+        """Waits for the next `_notify`, at most for `seconds`."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
         await asyncio.wait([waiter], timeout=seconds)
 
-    def wake(self) -> None:
+    def _notify(self) -> None:
         """Wakes all coroutines that wait for a change of the state."""
         _wake(self._waiters)
 
-    def take_counts(self, *names: str) -> dict[str, float]:
-        """How much these counters have grown since the last call."""
-        found = {name: float(self.stats[name] - self._reported[name]) for name in names}
-        self._reported = self.stats.copy()
-        return found
-
     # -- requests ---------------------------------------------------------------------------------
 
-    async def answer(
-        self,
-        request: Request,
-        start: Callable[[Request], E],
-        abandon: Callable[[E], Awaitable[None] | None],
-    ) -> AsyncIterator[Delta]:
-        """The deltas of a request: past ones first, then each as it arrives.
-
-        start: called with a new request when a reader asks for its first delta. abandon: called
-        when the last reader leaves before the end. Raises the error that the request failed with.
-        """
-        self.check_open()
-        entry = self.running.get(request.id) or self._ended.get(request.id)
+    async def generate(self, request: Request) -> AsyncIterator[Delta]:
+        self._check_open()
+        entry = self._running.get(request.id) or self._ended.get(request.id)
         if entry is not None and _asked(entry.request) != _asked(request):
             raise EngineError(
                 f"{entry.where}: the id was used for another prompt, seed, routes_from, adapter or "
                 "sampling parameters. An id names one generation; make ids unique."
             )
         if entry is None:
-            self.check_ready(f"request {request.id}")
-            entry = start(request)
+            self._check_ready(f"request {request.id}")
+            ids = checked_prompt(request, self.capabilities)
+            check_abilities(request, self.capabilities)
+            entry = self._start(request, ids)
             self.stats["requests"] += 1
             if not entry.is_done:
-                self.running[request.id] = entry
+                self._running[request.id] = entry
         entry.num_readers += 1
         try:
             at = 0
@@ -181,11 +168,9 @@ class Ledger(Generic[E]):
         finally:
             entry.num_readers -= 1
             if not entry.is_done and entry.num_readers == 0:
-                ending = abandon(entry)
-                if ending is not None:
-                    await ending
+                await self._abandon(entry)
 
-    def deliver(self, entry: E, delta: Delta) -> None:
+    def _hand_out(self, entry: E, delta: Delta) -> None:
         """Hands a delta to the readers of a request, unless it is a duplicate.
 
         Tokens of another version than the last ones begin a segment: if the last delta did not end
@@ -215,10 +200,10 @@ class Ledger(Generic[E]):
         entry.num_sent += count
         if delta.finish_reason not in (None, "weight_update"):
             # Whoever repeats an aborted id wants an answer, not the news that somebody gave up.
-            self._close(entry, is_forgotten=delta.finish_reason == "abort")
+            self._close_entry(entry, is_forgotten=delta.finish_reason == "abort")
         _wake(entry.waiters)
 
-    def fail(self, entry: E, error: Exception, *, doing: str = "") -> None:
+    def _fail_entry(self, entry: E, error: Exception, *, doing: str = "") -> None:
         """Ends a request with an error, which its readers get. A repeated id is sampled anew.
 
         doing: begins the message of an unexpected error.
@@ -231,53 +216,16 @@ class Ledger(Generic[E]):
             error.__cause__ = unforeseen
         self.stats["failed_requests"] += 1
         entry.error = error
-        self._close(entry, is_forgotten=True)
+        self._close_entry(entry, is_forgotten=True)
         _wake(entry.waiters)
 
-    def forget(self, entry: E) -> None:
-        """Drops a request without readers, so that a repeated id is sampled anew."""
-        self._close(entry, is_forgotten=True)
-
-    def _close(self, entry: E, *, is_forgotten: bool) -> None:
+    def _close_entry(self, entry: E, *, is_forgotten: bool) -> None:
         entry.is_done = True
-        self.running.pop(entry.request.id, None)
+        self._running.pop(entry.request.id, None)
         if not is_forgotten:
             self._ended[entry.request.id] = entry
             if len(self._ended) > NUM_REMEMBERED:
                 self._ended.popitem(last=False)
-
-
-class LedgerEngine(Engine, Generic[E]):
-    """Base of the engines that keep a ledger. A subclass samples: `_start` begins a request, and
-    the other methods with an underscore change its state, one after another."""
-
-    EVENTS: ClassVar[tuple[str, ...]]
-    """Counters of the ledger that `take_metrics` reports."""
-
-    def __init__(self) -> None:
-        self._ledger: Ledger[E] = Ledger()
-        self._version = 0
-        self._locks: dict[asyncio.AbstractEventLoop, asyncio.Lock] = {}
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def stats(self) -> Counter[str]:
-        """Events since the start."""
-        return self._ledger.stats
-
-    def take_metrics(self) -> dict[str, float]:
-        return self._ledger.take_counts(*self.EVENTS)
-
-    def generate(self, request: Request) -> AsyncIterator[Delta]:
-        return self._ledger.answer(request, self._admit, self._abandon)
-
-    def _admit(self, request: Request) -> E:
-        ids = checked_prompt(request, self.capabilities)
-        check_abilities(request, self.capabilities)
-        return self._start(request, ids)
 
     def _start(self, request: Request, ids: Int32Array) -> E:
         """Begins a new request. ids: its prompt."""
@@ -288,7 +236,7 @@ class LedgerEngine(Engine, Generic[E]):
         await self._abort(entry)
 
     async def abort(self, request_id: str) -> None:
-        if (entry := self._ledger.running.get(request_id)) is not None:
+        if (entry := self._running.get(request_id)) is not None:
             entry.is_aborted = True
             await self._abort(entry)
 
@@ -309,7 +257,7 @@ class LedgerEngine(Engine, Generic[E]):
     ) -> Scores:
         found, how = self.capabilities, {"distribution": distribution, "temperature": temperature}
         ids = checked_text(token_ids, found, first=first, **how)
-        self._ledger.check_ready("score")
+        self._check_ready("score")
         heat = temperature if distribution == "tempered" else 1.0
         text = Request(
             id="score",
@@ -329,25 +277,25 @@ class LedgerEngine(Engine, Generic[E]):
         """A block that changes the engine's state, after the blocks before it. Each event loop has
         a lock of its own. Raises EngineError if the engine is closed."""
         async with self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
-            self._ledger.check_open()
+            self._check_open()
             yield
 
     async def pause(self) -> None:
         async with self._changing():
             await self._suspend()
-            self._ledger.is_paused = True
+            self._is_paused = True
 
     async def _suspend(self) -> None:
         """Returns when no step is running."""
 
     async def resume(self, *, kv: Literal["drop", "keep"] = "drop") -> None:
         async with self._changing():
-            if self._ledger.is_paused:
-                self._ledger.is_paused = False
+            if self._is_paused:
+                self._is_paused = False
                 await self._proceed(drop_cache=kv == "drop")
 
     async def _proceed(self, *, drop_cache: bool) -> None:
-        """Samples again, unless the ledger forbids it."""
+        """Samples again, unless it is paused, asleep or closed."""
 
     async def sleep(self) -> None:
         """Requests in flight keep their place and continue after `wake`; new ones are refused."""
@@ -357,39 +305,39 @@ class LedgerEngine(Engine, Generic[E]):
                     f"sleep: engine {self.capabilities.name} cannot give its memory back. Give the "
                     "trainer a device of its own."
                 )
-            if not self._ledger.is_asleep:
+            if not self._is_asleep:
                 await self._free_memory()
-                self._ledger.is_asleep = True
+                self._is_asleep = True
 
     async def _free_memory(self) -> None: ...
 
     async def wake(self) -> None:
         async with self._changing():
-            if self._ledger.is_asleep:
+            if self._is_asleep:
                 await self._take_memory()
-                self._ledger.is_asleep = False
+                self._is_asleep = False
                 await self._proceed(drop_cache=False)
 
     async def _take_memory(self) -> None: ...
 
     async def ping(self) -> None:
-        self._ledger.check_open()
+        self._check_open()
 
     async def close(self) -> None:
         """Requests in flight fail."""
-        if self._ledger.is_closed:
+        if self._is_closed:
             return
-        self._ledger.is_closed = True
-        tasks = [entry.task for entry in self._ledger.running.values()]
+        self._is_closed = True
+        tasks = [entry.task for entry in self._running.values()]
         self._fail_all(EngineError("the engine was closed while the request was in flight."))
         for task in tasks:
             await cancel(task)
         await self._close()
 
     def _fail_all(self, error: EngineError) -> None:
-        for entry in list(self._ledger.running.values()):
-            self._ledger.fail(entry, error)
-        self._ledger.wake()
+        for entry in list(self._running.values()):
+            self._fail_entry(entry, error)
+        self._notify()
 
     async def _close(self) -> None:
         """Frees what the engine holds."""

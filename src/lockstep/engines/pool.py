@@ -150,11 +150,11 @@ class Pool(LedgerEngine[_PoolEntry]):
         return [r.name for r in self._replicas if r.state == "ready"]
 
     async def _abandon(self, entry: _PoolEntry) -> None:
-        self._ledger.forget(entry)
+        self._close_entry(entry, is_forgotten=True)
         await cancel(entry.task)
 
     async def score(self, token_ids: Int32Array, **how: Any) -> Scores:
-        self._ledger.check_ready("score")
+        self._check_ready("score")
         tries = _Tries("score", how.get("affinity", ""))
         while True:
             replica = await self._choose(tries)
@@ -174,7 +174,7 @@ class Pool(LedgerEngine[_PoolEntry]):
     async def score_by_each(self, token_ids: Int32Array, **how: Any) -> dict[str, Scores]:
         """The scores of every replica that is not out, which show whether all run the same weights.
         One that fails is out."""
-        self._ledger.check_ready("score")
+        self._check_ready("score")
         found: dict[str, Scores] = {}
 
         async def ask(replica: _Replica) -> None:
@@ -192,17 +192,17 @@ class Pool(LedgerEngine[_PoolEntry]):
             await replica.engine.abort(asked_id)
 
     async def pause(self) -> None:
-        self._ledger.is_paused = True
+        self._is_paused = True
         await self._call_all(lambda replica: replica.engine.pause())
 
     async def resume(self, *, kv: Literal["drop", "keep"] = "drop") -> None:
         await self._call_all(lambda replica: replica.engine.resume(kv=kv))
-        self._ledger.is_paused = False
+        self._is_paused = False
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         """Loads the weights in every ready replica, and in every lost replica that is due for
         another try. A replica that fails is out. Raises EngineError if none is left."""
-        self._ledger.check_open()
+        self._check_open()
         self._source, self._version = source, version
         ready = [r for r in self._replicas if r.state == "ready"]
         due = [r for r in self._replicas if r.state == "out" and _now() >= r.retry_at]
@@ -216,7 +216,7 @@ class Pool(LedgerEngine[_PoolEntry]):
             await _all(self._start_revival(r) for r in due)
         finally:
             self._is_updating = False
-            self._ledger.wake()
+            self._notify()
         if not self.ready:
             raise EngineError(
                 f"load_weights: no replica has taken version {version}. {self._last_words()}"
@@ -225,7 +225,7 @@ class Pool(LedgerEngine[_PoolEntry]):
     async def load_adapter(self, name: str, source: Any, *, version: int) -> None:
         """See `Engine.load_adapter`. A replica that fails alone is out, and takes the adapter when
         it comes back; if all fail, it is the adapter's fault, and the error of one is raised."""
-        self._ledger.check_open()
+        self._check_open()
         before = self._adapters.get(name)
         self._adapters[name] = source, version
         here = [replica for replica in self._replicas if replica.state != "out"]
@@ -254,12 +254,12 @@ class Pool(LedgerEngine[_PoolEntry]):
         await self._call_all(lambda r: r.engine.drop_adapter(name))
 
     async def sleep(self) -> None:
-        self._ledger.is_asleep = True
+        self._is_asleep = True
         await self._call_all(lambda replica: replica.engine.sleep())
 
     async def wake(self) -> None:
         await self._call_all(lambda replica: replica.engine.wake())
-        self._ledger.is_asleep = False
+        self._is_asleep = False
 
     async def _close(self) -> None:
         """Closes every replica, lost replicas too."""
@@ -311,7 +311,7 @@ class Pool(LedgerEngine[_PoolEntry]):
                     reply.at = None
                     self._continue(reply, tries, replica, error)
         except Exception as error:  # a defect, here or in an engine, must be seen by the reader
-            self._ledger.fail(reply, error, doing="the pool failed")
+            self._fail_entry(reply, error, doing="the pool failed")
 
     def _continue(
         self, reply: _PoolEntry, tries: _Tries, replica: _Replica, error: BaseException
@@ -330,7 +330,7 @@ class Pool(LedgerEngine[_PoolEntry]):
                 f"{reply.where}: {tries.failures[-1]}. {reply.num_sent} tokens had come, and "
                 "another replica would not see a stop string that begins in them."
             )
-        self._ledger.stats["continued_tokens"] += reply.num_sent
+        self.stats["continued_tokens"] += reply.num_sent
 
     def _note_failure(self, tries: _Tries, replica: _Replica, error: BaseException) -> None:
         """Raises EngineError after the last attempt."""
@@ -340,7 +340,7 @@ class Pool(LedgerEngine[_PoolEntry]):
             raise EngineError(
                 f"{tries.where}: {len(tries.failures)} tries failed. {'; '.join(tries.failures)}"
             ) from error
-        self._ledger.stats["retries"] += 1
+        self.stats["retries"] += 1
 
     async def _stream(self, replica: _Replica, reply: _PoolEntry, num_failed: int) -> None:
         """Hands over what one replica samples of a request. Raises if the replica fails."""
@@ -379,11 +379,11 @@ class Pool(LedgerEngine[_PoolEntry]):
             raise EngineDownError(f"request {reply.request.id} was aborted, but not by this run")
         if delta.first is not None and base:
             delta = replace(delta, first=base + delta.first)
-        self._ledger.deliver(reply, delta)
+        self._hand_out(reply, delta)
 
     def _check_version(self, replica: _Replica, version: int) -> None:
         if version not in replica.versions:
-            self._ledger.stats["wrong_versions"] += 1
+            self.stats["wrong_versions"] += 1
             raise EngineDownError(
                 f"it samples with weights of version {version}, which this run has not sent. "
                 "Another trainer on it, or a server that was started again?"
@@ -392,7 +392,7 @@ class Pool(LedgerEngine[_PoolEntry]):
     def _end(self, reply: _PoolEntry, reason: FinishReason, stop: int | None = None) -> None:
         """Ends a reply that has no more tokens."""
         delta = end_delta(reply, reason, version=self.version, stop=stop)
-        self._ledger.deliver(reply, delta)
+        self._hand_out(reply, delta)
 
     # -- which replica serves it --------------------------------------------------------------
 
@@ -423,7 +423,7 @@ class Pool(LedgerEngine[_PoolEntry]):
         """
         deadline = _now() + self._config.frozen_seconds / 2
         while True:
-            self._ledger.check_open()
+            self._check_open()
             ready = [r for r in self._replicas if r.state == "ready"]
             if at_least is not None:
                 ready = [r for r in ready if r.version >= at_least]
@@ -434,7 +434,7 @@ class Pool(LedgerEngine[_PoolEntry]):
                 _now() >= deadline or not any(map(self._can_revive, self._replicas))
             ):
                 raise EngineError(f"all replicas are gone. {self._last_words()}")
-            await self._ledger.changed(max(0.05, deadline - _now()))
+            await self._changed(max(0.05, deadline - _now()))
 
     def _pick(self, ready: Sequence[_Replica], affinity: str) -> _Replica:
         """The replica that has the trajectory's prefix. If it is much busier than the least busy
@@ -445,7 +445,7 @@ class Pool(LedgerEngine[_PoolEntry]):
             if len(home.streams) - len(least.streams) < SPILL_REQUESTS:
                 chosen = home
             else:
-                self._ledger.stats["spilled_requests"] += 1
+                self.stats["spilled_requests"] += 1
         if affinity:
             self._homes[affinity] = chosen
             self._homes.move_to_end(affinity)
@@ -466,7 +466,7 @@ class Pool(LedgerEngine[_PoolEntry]):
         if replica.state != "ready":  # it is known to be out, or its load will fail
             return
         if isinstance(error, TimeoutError):  # an OSError too
-            self._ledger.stats["lost_replies"] += 1
+            self.stats["lost_replies"] += 1
         elif isinstance(error, _GONE):
             self._lose(replica, _text(error))
             return
@@ -476,7 +476,7 @@ class Pool(LedgerEngine[_PoolEntry]):
     @property
     def _may_probe(self) -> bool:
         """True if silence is a bad sign: an engine that is paused or asleep samples nothing."""
-        return not self._ledger.is_paused and not self._ledger.is_asleep
+        return not self._is_paused and not self._is_asleep
 
     async def _probe(self, replica: _Replica) -> bool:
         """True if it samples a token. Concurrent callers share one probe."""
@@ -501,7 +501,7 @@ class Pool(LedgerEngine[_PoolEntry]):
 
     def _lose(self, replica: _Replica, reason: str, *, is_frozen: bool = False) -> None:
         """Takes a replica out; the requests in it go elsewhere."""
-        if self._ledger.is_closed:
+        if self._is_closed:
             return
         patience = self._config.frozen_seconds
         wait = min(patience / 2, patience / 12 * 2.0 ** min(replica.num_failures, 30))
@@ -511,13 +511,13 @@ class Pool(LedgerEngine[_PoolEntry]):
         if replica.state == "out":
             return
         replica.state, replica.is_frozen = "out", is_frozen
-        self._ledger.stats["lost_replicas"] += 1
-        self._ledger.stats["frozen_replicas"] += is_frozen
+        self.stats["lost_replicas"] += 1
+        self.stats["frozen_replicas"] += is_frozen
         left = sum(r.state != "out" for r in self._replicas)
         self._on_event(f"{replica.name} is out: {reason}. Replicas left: {left}.")
         for limit in replica.streams:
             _set(limit, _now())
-        self._ledger.wake()  # whoever waits may see that nobody is left
+        self._notify()  # whoever waits may see that nobody is left
         self._watch()
 
     def _watch(self) -> None:
@@ -527,7 +527,7 @@ class Pool(LedgerEngine[_PoolEntry]):
     async def _look_after(self) -> None:
         tick = self._config.frozen_seconds / 24
         checked_at = _now()
-        while not self._ledger.is_closed:
+        while not self._is_closed:
             began = _now()
             await asyncio.sleep(tick)
             now = _now()
@@ -588,7 +588,7 @@ class Pool(LedgerEngine[_PoolEntry]):
             except _FAILURES as error:
                 self._lose(replica, _text(error))
 
-        self._ledger.check_open()
+        self._check_open()
         await asyncio.gather(*(one(r) for r in self._replicas if r.state != "out"))
         if all(r.state == "out" for r in self._replicas):
             raise EngineError(f"all replicas are gone. {self._last_words()}")
@@ -627,7 +627,7 @@ class Pool(LedgerEngine[_PoolEntry]):
         replica.mark_alive()
         if not was_out and replica.state == "loading":
             replica.state = "ready"
-            self._ledger.wake()
+            self._notify()
         return True
 
     def _start_revival(self, replica: _Replica) -> asyncio.Task[None]:
@@ -649,16 +649,16 @@ class Pool(LedgerEngine[_PoolEntry]):
         if self._may_probe and not await self._probe(replica):
             self._lose(replica, "it took the weights, and gives not one token")
             return
-        if self._ledger.is_paused:
+        if self._is_paused:
             await replica.engine.pause()
-        if self._ledger.is_asleep:
+        if self._is_asleep:
             await replica.engine.sleep()
         if version != self._version:  # newer weights came meanwhile
             return
         replica.state, replica.num_failures, replica.last_words = "ready", 0, ""
-        self._ledger.stats["returned_replicas"] += 1
+        self.stats["returned_replicas"] += 1
         self._on_event(f"{replica.name} is back, with version {version}.")
-        self._ledger.wake()
+        self._notify()
 
 
 def _common(found: Sequence[Capabilities], names: Sequence[str]) -> Capabilities:

@@ -258,7 +258,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
             if self._lease is not None:  # nobody else's weights are replaced
                 self._lease.claim(await self.wire.read_label())
             await self._suspend()
-            for reply in self._ledger.running.values():
+            for reply in self._running.values():
                 if len(reply.token_ids) > reply.num_sent:
                     self._send(reply, "weight_update")
             takes_adapters = self.capabilities.has_adapters
@@ -276,7 +276,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
             except BaseException as error:
                 self._break(f"loading the weights of version {version} failed", error)
                 raise
-            self._ledger.broken = ""
+            self._broken = ""
             self._version = version
             await self._proceed(drop_cache=True)
 
@@ -319,13 +319,13 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
             text = f"the adapter {name!r} was dropped while the request was in flight."
             for reply in self._replies_of(name):
                 call_id = reply.call_id
-                self._ledger.fail(reply, EngineError(text))
+                self._fail_entry(reply, EngineError(text))
                 if call_id:
                     await self._send_abort(call_id)
             await self.wire.drop_adapter(adapter[0])
 
     def _replies_of(self, adapter: str) -> list[_ServedEntry]:
-        return [r for r in self._ledger.running.values() if r.request.adapter == adapter]
+        return [r for r in self._running.values() if r.request.adapter == adapter]
 
     def _weights_of(self, adapter: str) -> tuple[str, int]:
         """(name on the server, version) of an adapter. An adapter that was not loaded here belongs
@@ -390,7 +390,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
                 await self._call_when_open(partial(self._call, reply), reply)
         except Exception as error:
             answer = f"the answer of engine {self.capabilities.name} could not be read"
-            self._ledger.fail(reply, error, doing=answer)
+            self._fail_entry(reply, error, doing=answer)
 
     async def _call_when_open(
         self, call: Callable[[str], Coroutine[Any, Any, T]], reply: _ServedEntry | None = None
@@ -403,11 +403,11 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
         name, tokens = ("score", []) if reply is None else (reply.request.id, reply.token_ids)
         num_retries = 0
         while True:
-            while self._is_shut and not self._ledger.is_closed:
-                if self._ledger.broken:
-                    raise EngineError(self._ledger.broken)
-                await self._ledger.changed()
-            self._ledger.check_open()
+            while self._is_shut and not self._is_closed:
+                if self._broken:
+                    raise EngineError(self._broken)
+                await self._changed()
+            self._check_open()
             num_before = len(tokens)
             call_id = f"{name}~{self._name}-{next(self._num_calls)}"
             task = asyncio.get_running_loop().create_task(call(call_id))
@@ -638,7 +638,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
         """Resumes the server, unless it is still to be paused or asleep. Requests continue as new
         calls, which find their tokens in the server's prefix cache, if it has one."""
         self._is_cache_old |= drop_cache
-        if not self._ledger.may_sample or not self._is_shut:
+        if not self._may_sample or not self._is_shut:
             return
         try:
             await self.wire.resume(drop_cache=self._is_cache_old)
@@ -650,15 +650,15 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
 
     def _reopen(self) -> None:
         self._is_shut = False
-        self._ledger.wake()
+        self._notify()
 
     def _break(self, what: str, error: BaseException) -> None:
         """Answers nothing until weights are loaded: which ones the server has is not known."""
-        self._ledger.broken = (
+        self._broken = (
             f"engine {self.capabilities.name}: {what}: {type(error).__name__}: {error}. Which "
             "weights its server runs is not known: load them again, or restart it."
         )
-        self._fail_all(EngineError(self._ledger.broken))
+        self._fail_all(EngineError(self._broken))
 
     # -- replies ------------------------------------------------------------------------------
 
@@ -696,7 +696,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
             support=None if reply.support is None else Ragged.of(reply.support[fresh]),
             fingerprint=self.capabilities.fingerprint,
         )
-        self._ledger.deliver(reply, delta)
+        self._hand_out(reply, delta)
 
     def _routes_up_to(self, reply: _ServedEntry, stop_at: int) -> Routes:
         """Routes of the positions that were read for tokens before `stop_at`, not handed over."""

@@ -11,11 +11,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from lockstep.models.adapter_rows import AdapterRows
 from lockstep.models.attention_config import LinearScaling, Llama3Scaling, YarnScaling
 from lockstep.models.config import ModelConfig, NormWeights
+from lockstep.models.layer_inputs import LayerInputs
 from lockstep.models.lora import Projection
-from lockstep.ops.base import Context, Ops
+from lockstep.ops.base import Rotary
 from lockstep.ops.context import AttentionSpec, sum_dtype
 
 Tensor = torch.Tensor
@@ -49,17 +49,13 @@ class Attention(nn.Module):
     def forward(
         self,
         x_TD: Tensor,
-        norm: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        context: Context,
-        ops: Ops,
-        adapters: AdapterRows | None = None,
+        at: LayerInputs,
         *,
+        norm: Tensor | None = None,
         output_norm: Tensor | None = None,
     ) -> Tensor:
         """x + attention of the normed x; output_norm: norm of the attention's output."""
-        qkv = self.qkv_proj.of_norm(x_TD, norm, self.eps, ops, adapters)
+        ops, qkv = at.ops, self.qkv_proj.of_norm(x_TD, norm, self.eps, at)
         gate = norms = None
         if self.has_gate:
             width = self.num_heads * self.head_dim
@@ -77,29 +73,20 @@ class Attention(nn.Module):
                 norms = q_norm, k_norm
         out_THK = ops.rotary_attention(
             qkv.view(len(x_TD), self.num_heads + 2 * self.num_kv_heads, self.head_dim),
-            cos,
-            sin,
+            Rotary(at.cos, at.sin, self.num_heads, norms, self.eps),
             AttentionSpec(self.sink_logits(), self.window, self.scale, self.layer),
-            context,
-            num_heads=self.num_heads,
-            norms=norms,
-            eps=self.eps,
+            at.context,
         )
         out_TK = out_THK.flatten(1)
         if gate is not None:
             out_TK = out_TK * ops.sigmoid(gate).to(out_TK.dtype)
-        return self.add_output(x_TD, out_TK, ops, adapters, output_norm)
+        return self.add_output(x_TD, out_TK, output_norm, at)
 
     def add_output(
-        self,
-        residual_TD: Tensor,
-        x_TK: Tensor,
-        ops: Ops,
-        adapters: AdapterRows | None,
-        norm: Tensor | None,
+        self, residual_TD: Tensor, x_TK: Tensor, norm: Tensor | None, at: LayerInputs
     ) -> Tensor:
         """residual + the output projection, normed if there is a norm, of the heads [T, H * K]."""
-        return self.o_proj.added(residual_TD, x_TK, ops, adapters, norm=norm, eps=self.eps)
+        return self.o_proj.added(residual_TD, x_TK, norm, self.eps, at)
 
     def sink_logits(self) -> Tensor | None:
         """[H] logits of the sinks; None in a model without sinks."""

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -15,6 +13,7 @@ from lockstep.models.adapter_rows import AdapterRows
 from lockstep.models.attention import Attention, RopeTables, norm_scale, rope_tables
 from lockstep.models.config import ModelConfig, NormWeights
 from lockstep.models.latent_attention import LatentAttention
+from lockstep.models.layer_inputs import LayerInputs
 from lockstep.models.linear_attention import LinearAttention
 from lockstep.models.lora_config import LoraShape
 from lockstep.models.moe import MLP, MoE, Routing
@@ -57,29 +56,18 @@ class Block(nn.Module):
         self.mlp_output_norm = norm(is_after)
 
     def forward(
-        self, x_TD: Tensor, *inputs: Any, is_recomputed: bool = False
+        self, x_TD: Tensor, at: LayerInputs, *, is_recomputed: bool = False
     ) -> tuple[Tensor, list[Tensor]]:
-        """(stream [T, D], this layer's entry of `Routing.prob_sums`, if any). inputs: see `_run`.
-        is_recomputed: keep x alone for backward, and run the block again there."""
+        """(stream [T, D], this layer's entry of `Routing.prob_sums`, if any). is_recomputed: keep x
+        alone for backward, and run the block again there."""
         if is_recomputed:
             # Runs within the module's hooks, so FSDP gathers the weights once for both runs.
             # The reentrant kind runs first without gradient: ops may then take another path with
             # other bits.
-            return checkpoint(
-                self._run, x_TD, *inputs, use_reentrant=False, preserve_rng_state=False
-            )
-        return self._run(x_TD, *inputs)
+            return checkpoint(self._run, x_TD, at, use_reentrant=False, preserve_rng_state=False)
+        return self._run(x_TD, at)
 
-    def _run(
-        self,
-        x_TD: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        context: Context,
-        ops: Ops,
-        routing: Routing | None,
-        adapters: AdapterRows | None,
-    ) -> tuple[Tensor, list[Tensor]]:
+    def _run(self, x_TD: Tensor, at: LayerInputs) -> tuple[Tensor, list[Tensor]]:
         before, after, before_mlp, after_mlp = (
             None if weight is None else norm_scale(weight, self.norm_weights)
             for weight in (
@@ -89,12 +77,13 @@ class Block(nn.Module):
                 self.mlp_output_norm,
             )
         )
-        x_TD = self.attention(x_TD, before, cos, sin, context, ops, adapters, output_norm=after)
+        x_TD = self.attention(x_TD, at, norm=before, output_norm=after)
         if not self.is_routed:
-            out_TD = self.mlp(x_TD, before_mlp, self.eps, ops, adapters, output_norm=after_mlp)
-            return out_TD, []
+            norms = {"norm": before_mlp, "output_norm": after_mlp}
+            return self.mlp(x_TD, at, eps=self.eps, **norms), []
+        ops, routing = at.ops, at.routing
         out_TD = x_TD if before_mlp is None else ops.rms_norm(x_TD, before_mlp, self.eps)
-        out_TD = self.mlp(out_TD, ops, routing, adapters)
+        out_TD = self.mlp(out_TD, at)
         # Handed out, not kept in `routing`: FSDP copies inputs with gradient, and hooks outputs.
         sums: list[Tensor] = []
         if routing is not None:
@@ -169,26 +158,22 @@ class Decoder(nn.Module):
         routing: experts to replay; records the experts that were chosen. adapters: of the tokens,
         in place of the decoder's own; for a forward without a gradient.
         """
-        c = self.config
-        of_kinds = [
-            (cos.index_select(0, positions_T), sin.index_select(0, positions_T))
-            for cos, sin in self.rope_tables
-        ]
+        c, ops = self.config, self.ops
+        rotary = [[x.index_select(0, positions_T) for x in table] for table in self.rope_tables]
+        of_kinds = [LayerInputs(ops, context, cos, sin, routing, adapters) for cos, sin in rotary]
         x_TD = torch.nn.functional.embedding(ids_T, self.embedding)
         if c.embedding_scale != 1:
             x_TD = x_TD * float(torch.tensor(c.embedding_scale, dtype=x_TD.dtype))
         is_recomputed = self.recomputes_blocks and torch.is_grad_enabled()
         prob_sums: list[Tensor] = []
         for block, window in zip(self.layers, c.windows, strict=True):
-            cos, sin = of_kinds[0 if window is None else -1]
-            x_TD, sums = block(
-                x_TD, cos, sin, context, self.ops, routing, adapters, is_recomputed=is_recomputed
-            )
+            at = of_kinds[0 if window is None else -1]
+            x_TD, sums = block(x_TD, at, is_recomputed=is_recomputed)
             prob_sums += sums
         if routing is not None:
             routing.prob_sums = prob_sums
         final_norm = norm_scale(self.final_norm, c.norm_weights)
-        return self.ops.rms_norm(x_TD, final_norm, c.rms_norm_eps)
+        return ops.rms_norm(x_TD, final_norm, c.rms_norm_eps)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """[T, V] in the compute dtype; a sampler draws from them."""

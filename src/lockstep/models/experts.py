@@ -123,16 +123,19 @@ class ExpertProjection:
         return grad_RK
 
 
-@dataclass(slots=True, eq=False)
-class _Plan:
-    """Settings of one forward over pairs of token and expert."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class ExpertPlan:
+    """How pairs of token and expert are computed in one forward."""
 
     gate_up: ExpertProjection
     down: ExpertProjection
     activation: Callable[[Tensor], Tensor]
+    """[R, 2F] -> [R, F], over `ops`."""
     ops: Ops
-    num_chunk_tokens: int | None
+    num_chunk_tokens: int | None = None
+    """None derives it from ROWS_PER_EXPERT."""
     adapters: AdapterRows | None = None
+    """Adapters of the tokens, with factors in the projections' `of_rows`; without a gradient."""
 
     def chunks(self, experts_TA: Tensor) -> list[_Chunk]:
         """One sort of all pairs, by chunk and then by expert. The host waits for the counts only
@@ -163,27 +166,13 @@ class _Plan:
         return out
 
 
-def mix_experts(
-    x_TD: Tensor,
-    weights_TA: Tensor,
-    experts_TA: Tensor,
-    *,
-    gate_up: ExpertProjection,
-    down: ExpertProjection,
-    activation: Callable[[Tensor], Tensor],
-    ops: Ops,
-    num_chunk_tokens: int | None = None,
-    adapters: AdapterRows | None = None,
-) -> Tensor:
+def mix_experts(x_TD: Tensor, weights_TA: Tensor, experts_TA: Tensor, plan: ExpertPlan) -> Tensor:
     """[T, D]: outputs of each token's experts, times its weights, summed in the order of its slots.
 
-    experts_TA: [T, A] int64, distinct per token. activation: [R, 2F] -> [R, F] over `ops`.
-    num_chunk_tokens: None derives it from ROWS_PER_EXPERT. adapters: of the tokens, with factors in
-    the projections' `of_rows`; without a gradient.
+    experts_TA: [T, A] int64, distinct per token.
     """
-    plan = _Plan(gate_up, down, activation, ops, num_chunk_tokens, adapters)
     if torch.is_grad_enabled():
-        tensors = (*gate_up.tensors, *down.tensors)
+        tensors = (*plan.gate_up.tensors, *plan.down.tensors)
         inputs = (x_TD, weights_TA, *tensors)
         if any(x is not None and x.requires_grad for x in inputs):
             return _Mix.apply(x_TD, weights_TA, experts_TA, plan, *tensors)  # pyright: ignore[reportReturnType]
@@ -226,7 +215,7 @@ class _Mix(torch.autograd.Function):
     def backward(ctx, *grad_outputs):
         x_TD, weights_TA, experts_TA, *tensors = ctx.saved_tensors
         (grad_TD,) = grad_outputs
-        plan: _Plan = ctx.plan
+        plan: ExpertPlan = ctx.plan
         needs_x, needs_weights, _, _, *needed = ctx.needs_input_grad
         gate_up = plan.gate_up.with_tensors(*tensors[:4])
         down = plan.down.with_tensors(*tensors[4:])
@@ -273,7 +262,7 @@ class _Mix(torch.autograd.Function):
         )
 
 
-def _mix(x_TD: Tensor, weights_TA: Tensor, experts_TA: Tensor, plan: _Plan) -> Tensor:
+def _mix(x_TD: Tensor, weights_TA: Tensor, experts_TA: Tensor, plan: ExpertPlan) -> Tensor:
     E, _, F = plan.down.weight.shape
     num_wasted = max(len(x_TD), READING) * x_TD.shape[1] * (E - experts_TA.shape[1]) * F
     if num_wasted <= ALL_EXPERTS_MULTIPLIES and x_TD.device.type == "cpu":
@@ -293,7 +282,7 @@ def _mix(x_TD: Tensor, weights_TA: Tensor, experts_TA: Tensor, plan: _Plan) -> T
     return out_TD
 
 
-def _mix_chunk(x_TD: Tensor, weights_TA: Tensor, chunk: _Chunk, plan: _Plan) -> Tensor:
+def _mix_chunk(x_TD: Tensor, weights_TA: Tensor, chunk: _Chunk, plan: ExpertPlan) -> Tensor:
     x_RD = x_TD[chunk.tokens].index_select(0, chunk.token_R)
     groups = ()
     if plan.adapters is not None:
@@ -303,7 +292,7 @@ def _mix_chunk(x_TD: Tensor, weights_TA: Tensor, chunk: _Chunk, plan: _Plan) -> 
     return plan.ops.combine(chunk.by_slot(out_RD), weights_TA[chunk.tokens])
 
 
-def _experts(x_RD: Tensor, counts: Counts, plan: _Plan, groups: Sequence[Groups]) -> Tensor:
+def _experts(x_RD: Tensor, counts: Counts, plan: ExpertPlan, groups: Sequence[Groups]) -> Tensor:
     active_RF = plan.activation(plan.gate_up.forward(x_RD, counts, plan.ops, groups))
     return plan.down.forward(active_RF, counts, plan.ops, groups)
 

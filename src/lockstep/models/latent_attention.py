@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.models.adapter_rows import AdapterRows, StackedFactors
+from lockstep.models.adapter_rows import StackedFactors
 from lockstep.models.attention import yarn_magnitude
 from lockstep.models.attention_config import LatentShape, YarnScaling
 from lockstep.models.config import ModelConfig
 from lockstep.models.experts import ExpertLinear
+from lockstep.models.layer_inputs import LayerInputs
 from lockstep.models.lora import Projection
-from lockstep.ops.base import Context, Ops
 from lockstep.ops.context import AttentionSpec, PagedContext
 
 Tensor = torch.Tensor
@@ -69,43 +69,36 @@ class LatentAttention(nn.Module):
     def forward(
         self,
         x_TD: Tensor,
-        norm: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        context: Context,
-        ops: Ops,
-        adapters: AdapterRows | None = None,
+        inputs: LayerInputs,
         *,
+        norm: Tensor | None = None,
         output_norm: Tensor | None = None,
     ) -> Tensor:
         """As `Attention.forward`."""
         at, H, T = self.latent, self.num_heads, len(x_TD)
+        ops, context = inputs.ops, inputs.context
         normed_TD = x_TD if norm is None else ops.rms_norm(x_TD, norm, self.eps)
         if self.q_a_proj is not None and self.q_b_proj is not None and self.q_a_norm is not None:
-            narrow = ops.rms_norm(
-                self.q_a_proj(normed_TD, ops, adapters), self.q_a_norm, LATENT_EPS
-            )
-            q = self.q_b_proj(narrow, ops, adapters)
+            narrow = ops.rms_norm(self.q_a_proj(normed_TD, inputs), self.q_a_norm, LATENT_EPS)
+            q = self.q_b_proj(narrow, inputs)
         else:
             assert self.q_proj is not None, "queries have one projection or two"
-            q = self.q_proj(normed_TD, ops, adapters)
-        folded, k_rope = self.kv_a_proj(normed_TD, ops, adapters).split(
-            [at.kv_rank, at.rope_dim], -1
-        )
+            q = self.q_proj(normed_TD, inputs)
+        folded, k_rope = self.kv_a_proj(normed_TD, inputs).split([at.kv_rank, at.rope_dim], -1)
         folded = ops.rms_norm(folded.contiguous(), self.kv_a_norm, LATENT_EPS)
         q_THN, q_rope = q.view(T, H, -1).split([at.nope_dim, at.rope_dim], -1)
         parts = torch.cat([q_rope, k_rope[:, None]], 1)
         if at.is_interleaved:  # pairs of neighbours are rotated, `Ops.rope` takes them by halves
             parts = parts.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        q_rope, k_rope = ops.rope(parts, cos, sin).split([H, 1], 1)
+        q_rope, k_rope = ops.rope(parts, inputs.cos, inputs.sin).split([H, 1], 1)
         spec = AttentionSpec(None, None, self.scale, self.layer)
         if isinstance(context, PagedContext) or ops.is_invariant:
-            q_THK = torch.cat([self._by_head(0, q_THN, ops, adapters), q_rope], -1)
+            q_THK = torch.cat([self._by_head(0, q_THN, inputs), q_rope], -1)
             k_T1K = torch.cat([folded[:, None], k_rope], -1)
             out_THC = ops.attention(q_THK, k_T1K, k_T1K, spec, context)[..., : at.kv_rank]
-            out_THV = self._by_head(1, out_THC, ops, adapters)
+            out_THV = self._by_head(1, out_THC, inputs)
         else:
-            kv = self.kv_b_proj(folded, ops, adapters).view(T, H, -1)
+            kv = self.kv_b_proj(folded, inputs).view(T, H, -1)
             k_nope, v = kv.split([at.nope_dim, at.value_dim], -1)
             q = torch.cat([q_THN, q_rope], -1)
             k = torch.cat([k_nope, k_rope.expand(-1, H, -1)], -1)
@@ -113,12 +106,12 @@ class LatentAttention(nn.Module):
             q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
             out_THV = ops.attention(q, k, v, spec, context)[..., : at.value_dim]
         out = out_THV.flatten(1)
-        return self.o_proj.added(x_TD, out, ops, adapters, norm=output_norm, eps=self.eps)
+        return self.o_proj.added(x_TD, out, output_norm, self.eps, inputs)
 
-    def _by_head(self, half: int, x_THI: Tensor, ops: Ops, adapters: AdapterRows | None) -> Tensor:
+    def _by_head(self, half: int, x_THI: Tensor, inputs: LayerInputs) -> Tensor:
         """Each head's product with its half of `kv_b_proj`. half: 0 takes queries from N to C, 1
         takes what attention returns from C to V."""
-        (T, H, _), whole = x_THI.shape, self.kv_b_proj
+        (T, H, _), whole, ops, adapters = x_THI.shape, self.kv_b_proj, inputs.ops, inputs.adapters
         counts = torch.full((H,), T, dtype=torch.int32, device=x_THI.device)
 
         def product(x_RI: Tensor, weight_HOI: Tensor) -> Any:

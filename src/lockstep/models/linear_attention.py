@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lockstep.models.adapter_rows import AdapterRows
 from lockstep.models.config import ModelConfig
+from lockstep.models.layer_inputs import LayerInputs
 from lockstep.models.lora import Projection
-from lockstep.ops.base import Context, Ops
 from lockstep.ops.context import sum_dtype
 
 Tensor = torch.Tensor
@@ -40,18 +39,15 @@ class LinearAttention(nn.Module):
     def forward(
         self,
         x_TD: Tensor,
-        norm: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        context: Context,
-        ops: Ops,
-        adapters: AdapterRows | None = None,
+        inputs: LayerInputs,
         *,
+        norm: Tensor | None = None,
         output_norm: Tensor | None = None,
     ) -> Tensor:
         """As `Attention.forward`; positions are known by the order of tokens alone."""
         at, T, wide = self.shape, len(x_TD), sum_dtype(x_TD.dtype)
-        mixed, z, b, a = self._parts(self.in_proj.of_norm(x_TD, norm, self.eps, ops, adapters))
+        ops, context = inputs.ops, inputs.context
+        mixed, z, b, a = self._parts(self.in_proj.of_norm(x_TD, norm, self.eps, inputs))
         mixed = ops.short_conv(mixed, self.conv_weight[:, 0], self.number, context)
         keys = at.key_heads * at.key_dim
         q, k, v = mixed.split([keys, keys, at.value_width], -1)
@@ -67,7 +63,7 @@ class LinearAttention(nn.Module):
         normed = ops.rms_norm(out_THV, self.value_norm, self.eps).flatten(1)
         # silu of the gate times the normed value, rounded once.
         gated = ops.swiglu(torch.cat([z.to(wide), normed.to(wide)], -1)).to(x_TD.dtype)
-        return self.out_proj.added(x_TD, gated, ops, adapters, norm=output_norm, eps=self.eps)
+        return self.out_proj.added(x_TD, gated, output_norm, self.eps, inputs)
 
     def _parts(self, fused: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(queries, keys and values, [T, channels]; gates [T, H * V]; strengths, decays [T, H]),

@@ -16,9 +16,9 @@ from itertools import groupby
 import torch
 from torch import nn
 
-from lockstep.models.adapter_rows import AdapterRows
 from lockstep.models.config import ModelConfig
 from lockstep.models.experts import ExpertFactors
+from lockstep.models.layer_inputs import LayerInputs
 from lockstep.models.lora_config import AdapterSite, LoraShape, lora_sites
 from lockstep.ops.base import Ops
 
@@ -32,39 +32,33 @@ class Projection(nn.Linear):
         super().__init__(inputs, outputs, bias=bias)
         self.lora: LowRank | None = None
 
-    def forward(self, x_TK: Tensor, ops: Ops, adapters: AdapterRows | None = None) -> Tensor:
-        """adapters: one per row; they replace the projection's own."""
-        out_TN = ops.linear(x_TK, self.weight, self.bias)
-        if adapters is not None:
-            return adapters.add(self, x_TK, out_TN, ops)
-        return out_TN if self.lora is None else self.lora(x_TK, out_TN, ops)
+    def forward(self, x_TK: Tensor, at: LayerInputs) -> Tensor:
+        out_TN = at.ops.linear(x_TK, self.weight, self.bias)
+        if at.adapters is not None:
+            return at.adapters.add(self, x_TK, out_TN, at.ops)
+        return out_TN if self.lora is None else self.lora(x_TK, out_TN, at.ops)
 
-    def of_norm(
-        self, x_TK: Tensor, norm: Tensor | None, eps: float, ops: Ops, adapters: AdapterRows | None
-    ) -> Tensor:
+    def of_norm(self, x_TK: Tensor, norm: Tensor | None, eps: float, at: LayerInputs) -> Tensor:
         """The projection of the normed x."""
         if norm is None:
-            return self(x_TK, ops, adapters)
-        if adapters is None and self.lora is None:
-            return ops.norm_linear(x_TK, norm, eps, self.weight, self.bias)
-        return self(ops.rms_norm(x_TK, norm, eps), ops, adapters)
+            return self(x_TK, at)
+        if self.is_plain(at):
+            return at.ops.norm_linear(x_TK, norm, eps, self.weight, self.bias)
+        return self(at.ops.rms_norm(x_TK, norm, eps), at)
 
     def added(
-        self,
-        residual_TN: Tensor,
-        x_TK: Tensor,
-        ops: Ops,
-        adapters: AdapterRows | None,
-        *,
-        norm: Tensor | None = None,
-        eps: float = 0.0,
+        self, residual_TN: Tensor, x_TK: Tensor, norm: Tensor | None, eps: float, at: LayerInputs
     ) -> Tensor:
         """residual + the projection of x, normed if there is a norm."""
         if norm is not None:
-            return residual_TN + ops.rms_norm(self(x_TK, ops, adapters), norm, eps)
-        if adapters is None and self.lora is None:
-            return ops.add_linear(residual_TN, x_TK, self.weight, self.bias)
-        return residual_TN + self(x_TK, ops, adapters)
+            return residual_TN + at.ops.rms_norm(self(x_TK, at), norm, eps)
+        if self.is_plain(at):
+            return at.ops.add_linear(residual_TN, x_TK, self.weight, self.bias)
+        return residual_TN + self(x_TK, at)
+
+    def is_plain(self, at: LayerInputs) -> bool:
+        """True if no adapter takes part."""
+        return at.adapters is None and self.lora is None
 
 
 class LowRank(nn.Module):

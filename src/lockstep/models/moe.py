@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -14,48 +13,14 @@ from torch import nn
 
 from lockstep.models.adapter_rows import AdapterRows
 from lockstep.models.config import ModelConfig
-from lockstep.models.experts import ExpertProjection, mix_experts
+from lockstep.models.experts import ExpertPlan, ExpertProjection, mix_experts
+from lockstep.models.layer_inputs import LayerInputs, Routing
 from lockstep.models.lora import ExpertLowRank, Projection
 from lockstep.ops.base import Ops
 
 Tensor = torch.Tensor
 
 GPT_OSS_ALPHA = 1.702  # sigmoid slope of gpt-oss' activation; a constant in its config class too
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Routing:
-    """Experts to replay in one forward, and the experts that were chosen.
-
-    Passed to `Decoder.forward`. Each routed layer reads and writes its own entry, indexed by layer
-    number, so that a layer that runs twice (activation checkpointing) finds the same. Routed layers
-    are counted from 0; dense ones in between are left out.
-
-    >>> routing = Routing(replay_TLA=torch.tensor([[[3, 1]], [[0, 2]]]))  # 2 tokens, 1 layer, top 2
-    >>> hidden = decoder(ids, positions, context, routing)      # doctest: +SKIP
-    >>> routing.chosen[0].tolist()                              # doctest: +SKIP
-    [[3, 1], [0, 2]]
-    """
-
-    replay_TLA: Tensor | None = None
-    """[T, L, A] integers: experts of each token, in slot order. The router's logits still weigh
-    them, with gradient. None lets the router choose."""
-    is_known_T: Tensor | None = None
-    """[T] bool: True if `replay_TLA` is valid for the token; the router chooses for the others.
-    None: valid for all tokens."""
-    chosen: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """Routed layer -> [T, A] int64: experts that were used."""
-    differing: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
-    """Routed layer -> [T] bool: in a replay, whether the router would have chosen other experts."""
-    weight_T: Tensor | None = None
-    """[T] float32: weight of each token in `prob_sums`. None computes no sums."""
-    prob_sums: list[Tensor] = field(default_factory=list[Tensor])
-    """[E] float32 of each routed layer: the router's softmax over all experts, summed over tokens;
-    carries gradient. Complete after the forward, and until backward."""
-
-    def stacked(self) -> Tensor:
-        """[T, L, A] int64 of all routed layers, after the forward."""
-        return torch.stack([self.chosen[layer] for layer in sorted(self.chosen)], 1)
 
 
 class MLP(nn.Module):
@@ -73,25 +38,22 @@ class MLP(nn.Module):
     def forward(
         self,
         x_TD: Tensor,
-        norm: Tensor | None,
-        eps: float,
-        ops: Ops,
-        adapters: AdapterRows | None = None,
+        at: LayerInputs,
         *,
+        eps: float = 0.0,
+        norm: Tensor | None = None,
         output_norm: Tensor | None = None,
         residual_TD: Tensor | None = None,
     ) -> Tensor:
         """x, or the residual, + the MLP of the normed x; output_norm: norm of the MLP's output."""
-        is_plain = adapters is None and self.gate_up_proj.lora is None
-        if is_plain and norm is not None and not self.is_gelu:
+        ops = at.ops
+        if norm is not None and self.gate_up_proj.is_plain(at) and not self.is_gelu:
             hidden_TF = ops.norm_swiglu(x_TD, norm, eps, self.gate_up_proj.weight)
         else:
             activation = ops.geglu if self.is_gelu else ops.swiglu
-            hidden_TF = activation(self.gate_up_proj.of_norm(x_TD, norm, eps, ops, adapters))
+            hidden_TF = activation(self.gate_up_proj.of_norm(x_TD, norm, eps, at))
         residual_TD = x_TD if residual_TD is None else residual_TD
-        return self.down_proj.added(
-            residual_TD, hidden_TF, ops, adapters, norm=output_norm, eps=eps
-        )
+        return self.down_proj.added(residual_TD, hidden_TF, output_norm, eps, at)
 
 
 class Router(nn.Linear):
@@ -140,34 +102,25 @@ class MoE(nn.Module):
         self.shared = MLP(config, config.shared_width) if config.shared_width else None
         self.shared_gate = nn.Linear(D, 1, bias=False) if config.has_shared_gate else None
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        ops: Ops,
-        routing: Routing | None = None,
-        adapters: AdapterRows | None = None,
-    ) -> Tensor:
-        weights_TA, experts_TA = self._route(x_TD, ops, routing)
+    def forward(self, x_TD: Tensor, at: LayerInputs) -> Tensor:
+        ops, adapters = at.ops, at.adapters
+        weights_TA, experts_TA = self._route(x_TD, ops, at.routing)
         activation = ops.swiglu
         if limit := self.config.swiglu_limit:
             activation = partial(ops.swiglu, alpha=GPT_OSS_ALPHA, limit=limit)
-        out_TD = mix_experts(
-            x_TD,
-            weights_TA,
-            experts_TA,
+        plan = ExpertPlan(
             gate_up=self._projection("gate_up", adapters),
             down=self._projection("down", adapters),
             activation=activation,
             ops=ops,
             adapters=adapters,
         )
+        out_TD = mix_experts(x_TD, weights_TA, experts_TA, plan)
         if self.shared is None:
             return out_TD
         if self.shared_gate is None:
-            return self.shared(x_TD, None, 0.0, ops, adapters, residual_TD=out_TD)
-        shared_TD = self.shared(
-            x_TD, None, 0.0, ops, adapters, residual_TD=torch.zeros_like(out_TD)
-        )
+            return self.shared(x_TD, at, residual_TD=out_TD)
+        shared_TD = self.shared(x_TD, at, residual_TD=torch.zeros_like(out_TD))
         gate_T1 = ops.sigmoid(ops.linear(x_TD, self.shared_gate.weight)).to(x_TD.dtype)
         return out_TD + gate_T1 * shared_TD
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -45,6 +45,19 @@ GPU_ACTIVATION_CHUNK = 1 << 25  # where a launch must be worth its while
 GELU_SLOPE, GELU_CUBIC = 1.5957691216057308, 0.044715
 """gelu in its tanh form is x * sigmoid(slope * (x + cubic * x^3)): the slope is 2 sqrt(2 / pi)."""
 KEY_QUANTUM = 16  # attention reads a multiple of this many keys: it fills a vector register
+
+
+class Rotary(NamedTuple):
+    """How queries and keys are made ready for attention."""
+
+    cos: Tensor
+    """[T, 1, R] float32: see `Ops.rope`."""
+    sin: Tensor
+    num_heads: int
+    """Heads of the queries."""
+    norms: tuple[Tensor, Tensor] | None = None
+    """Norms of queries [D] and of keys [D]."""
+    eps: float = 0.0
 
 
 class Ops:
@@ -150,6 +163,8 @@ class Ops:
             if grad_weight is not None:
                 grad_weight += grouped_mm(grad.t(), x, tokens_per_expert)
             return grouped_mm(grad, weight, tokens_per_expert)
+        dtype, wide = x.dtype, self.gradient_dtype(x.dtype)
+        grad, x = grad.to(wide), x.to(wide)
         grad_x = torch.empty_like(x)
         for expert, part in rows_by_expert(on_host(tokens_per_expert)):
             torch.mm(grad[part], weight[expert].to(grad.dtype), out=grad_x[part])
@@ -159,7 +174,7 @@ class Ops:
                 grad_weight[expert].addmm_(grad[part].t(), x[part])
             else:
                 grad_weight[expert] += grad[part].t() @ x[part]
-        return grad_x
+        return grad_x.to(dtype)
 
     # -- elementwise and per row --------------------------------------------------------------
 
@@ -365,11 +380,11 @@ class Ops:
         step = _states_of(context)
         n, out = step.num_rows, []
         if step.chunks is None:
-            return delta.decode(*parts, layer=layer, step=step, matmul=self.matmul).to(dtype)
+            return delta.decode(parts, layer=layer, step=step, matmul=self.matmul).to(dtype)
         of_step = {"layer": layer, "step": step}
         if n:
-            rows = (x[:n] for x in parts)
-            out.append(delta.decode(*rows, matmul=self.matmul, **of_step))
+            rows = [x[:n] for x in parts]
+            out.append(delta.decode(rows, matmul=self.matmul, **of_step))
         run = partial(delta.prefill, **of_step)
         rest = tuple(x[n:] for x in parts)
         out.append(delta.over_chunks(rest, step.chunks, self.matmul, run))
@@ -395,21 +410,12 @@ class Ops:
         return residual + self.linear(x, weight, bias)
 
     def rotary_attention(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        spec: AttentionSpec,
-        context: Context,
-        *,
-        num_heads: int,
-        norms: tuple[Tensor, Tensor] | None = None,
-        eps: float = 0.0,
+        self, qkv: Tensor, rotary: Rotary, spec: AttentionSpec, context: Context
     ) -> Tensor:
         """`attention` of qkv [T, H + 2 G, D]: returns [T, H, D]. Queries and keys are first normed,
-        if there are norms (of queries [D], of keys [D]), then rotated in the dims of cos and sin.
-        num_heads: H."""
-        H, G, R = num_heads, (qkv.shape[1] - num_heads) // 2, cos.shape[-1]
+        if there are norms, then rotated in the dims of cos and sin."""
+        (cos, sin, H, norms, eps), R = rotary, rotary.cos.shape[-1]
+        G = (qkv.shape[1] - H) // 2
         qk = qkv[:, : H + G]
         if norms is not None:
             weight = torch.cat([norms[0].expand(H, -1), norms[1].expand(G, -1)])

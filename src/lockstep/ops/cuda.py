@@ -23,7 +23,7 @@ import torch
 from lockstep.errors import ConfigError
 from lockstep.ops import cuda_draws
 from lockstep.ops import cuda_kernels as kernels
-from lockstep.ops.base import GELU_CUBIC, GELU_SLOPE, Context, Counts, GemmOps, on_device
+from lockstep.ops.base import GELU_CUBIC, GELU_SLOPE, Context, Counts, GemmOps, Rotary, on_device
 from lockstep.ops.context import SPLIT_KEYS, AttentionSpec, PagedContext
 
 Tensor = torch.Tensor
@@ -199,23 +199,13 @@ class CudaOps(GemmOps):
         return kernels.squares(x)
 
     def rotary_attention(
-        self,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        spec: AttentionSpec,
-        context: Context,
-        *,
-        num_heads: int,
-        norms: tuple[Tensor, Tensor] | None = None,
-        eps: float = 0.0,
+        self, qkv: Tensor, rotary: Rotary, spec: AttentionSpec, context: Context
     ) -> Tensor:
+        cos, sin, _, norms, eps = rotary
         is_wide = norms is not None and norms[0].dtype != qkv.dtype
         is_part = cos.shape[-1] < qkv.shape[-1]
         if is_wide or is_part or not (_is_fused(qkv) and isinstance(context, PagedContext)):
-            return super().rotary_attention(
-                qkv, cos, sin, spec, context, num_heads=num_heads, norms=norms, eps=eps
-            )
+            return super().rotary_attention(qkv, rotary, spec, context)
         pages = context.keys[spec.layer], context.values[spec.layer]
         q = kernels.rotate_and_write(qkv, cos, sin, norms, eps, *pages, context.write_index)
         return self._paged_attention(q, qkv, qkv, spec, context)

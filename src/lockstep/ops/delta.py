@@ -23,7 +23,7 @@ Guard: tests/cpu/ops/test_delta.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -291,7 +291,7 @@ def over_chunks(
     # A place past the end of a row neither decays nor writes.
     real = chunks.is_real[:, None].to(parts[0].dtype)
     cut[3], cut[4] = cut[3] * real, cut[4] * real
-    out = DeltaRule.apply(*cut, chunks, matmul) if run is None else run(*cut, matmul=matmul)
+    out = DeltaRule.apply(*cut, chunks, matmul) if run is None else run(cut, matmul=matmul)
     assert isinstance(out, Tensor)
     return take_rows(out.transpose(1, 2).flatten(0, 1), chunks.places)
 
@@ -299,20 +299,10 @@ def over_chunks(
 # -- the sampler ----------------------------------------------------------------------------------
 
 
-def prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    layer: int,
-    step: StateStep,
-    matmul: Matmul,
-) -> Tensor:
+def prefill(parts: Sequence[Tensor], *, layer: int, step: StateStep, matmul: Matmul) -> Tensor:
     """The rule over the parts of prompts, chunk by chunk from each sequence's state; what their
     sequences go on from is kept. Shapes as in `DeltaRule.forward`."""
-    chunks, states = step.chunks, step.states
+    (q, k, v, g, beta), chunks, states = parts, step.chunks, step.states
     assert chunks is not None, "a step without prompts has no chunks"
     slots = step.slots[step.num_rows :]
     c = g.cumsum(-1)
@@ -349,19 +339,10 @@ def prefill(
     return out
 
 
-def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    *,
-    layer: int,
-    step: StateStep,
-    matmul: Matmul,
-) -> Tensor:
+def decode(parts: Sequence[Tensor], *, layer: int, step: StateStep, matmul: Matmul) -> Tensor:
     """The rule for one token of each row: q, k [B, G, K], v [B, H, V], g, beta [B, H] -> [B, H,
     V]."""
+    q, k, v, g, beta = parts
     (H, V), (G, K), states = v.shape[1:], k.shape[1:], step.states
     at = step.places((G, H))
     states.keys[layer].view(-1, K).index_copy_(0, at.keys, k.reshape(-1, K))

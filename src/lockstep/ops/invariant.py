@@ -229,21 +229,6 @@ class InvariantOps(GemmOps):
             )
         return out
 
-    def expert_linear_backward(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor,
-        tokens_per_expert: Counts,
-        *,
-        grad_weight: Tensor | None,
-    ) -> Tensor:
-        wide = self.gradient_dtype(x.dtype)
-        out = super().expert_linear_backward(
-            grad.to(wide), x.to(wide), weight, tokens_per_expert, grad_weight=grad_weight
-        )
-        return out.to(x.dtype)
-
     # -- elementwise and per row --------------------------------------------------------------
 
     def combine(self, out: Tensor, weights: Tensor) -> Tensor:

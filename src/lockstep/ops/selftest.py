@@ -349,11 +349,7 @@ def _row_checks(ops: Ops, call: _Call) -> Iterator[str]:
     with torch.no_grad():
         full = run(slice(None))
         for rows in _selections(total):
-            part = run(rows)
-            yield "" if _same(part, [f[rows] for f in full]) else call.op
-            with torch.inference_mode():
-                fed = run(rows)
-            yield "" if _same(fed, part) else "packed weights"
+            yield from _twice(call.op, partial(run, rows), [f[rows] for f in full])
         yield from _alone(call, lambda: run(slice(None)), full)
         repeat = MANY_ROWS // total + 1
         per_row = call.args[1].numel() if call.op == "linear" else call.args[0][0].numel()
@@ -361,6 +357,15 @@ def _row_checks(ops: Ops, call: _Call) -> Iterator[str]:
         if repeat * total * per_row <= most:
             many = run(torch.arange(total, device=call.args[0].device).repeat(repeat))
             yield "" if _same([m[-total:] for m in many], full) else call.op
+
+
+def _twice(op: str, run: Callable[[], list[Tensor]], expected: list[Tensor]) -> Iterator[str]:
+    """Compares a call with what is expected, then a call that may read packed weights."""
+    part = run()
+    yield "" if _same(part, expected) else op
+    with torch.inference_mode():
+        fed = run()
+    yield "" if _same(fed, part) else "packed weights"
 
 
 def _alone(call: _Call, run: Callable[[], list[Tensor]], full: list[Tensor]) -> Iterator[str]:
@@ -401,9 +406,10 @@ def _rotary_checks(ops: Ops, call: _Call) -> Iterator[str]:
     """The first row through pages: at once, and by its parts, with the keys that each writes."""
     if type(ops).rotary_attention is Ops.rotary_attention:
         return
-    qkv, cos, sin, spec, packed = call.args
-    spec, length, H = replace(spec, layer=0), int(packed.lengths[0]), call.kwargs["num_heads"]
-    G = (qkv.shape[1] - H) // 2
+    qkv, rotary, spec, packed = call.args
+    spec, length, H = replace(spec, layer=0), int(packed.lengths[0]), rotary.num_heads
+    G, part = (qkv.shape[1] - H) // 2, slice(length)
+    rotary = rotary._replace(cos=rotary.cos[part], sin=rotary.sin[part])
     with torch.no_grad():
         found: list[list[Tensor]] = []
         for run in (Ops.rotary_attention, type(ops).rotary_attention):
@@ -411,9 +417,7 @@ def _rotary_checks(ops: Ops, call: _Call) -> Iterator[str]:
             keys, values = qkv.new_zeros(shape)
             table = np.arange(keys.shape[2])[None]
             context = PagedContext.of(keys, values, table, [0], [length], num_heads=H)
-            part = slice(length)
-            out = run(ops, qkv[part], cos[part], sin[part], spec, context, **call.kwargs)
-            found.append([out, keys, values])
+            found.append([run(ops, qkv[part], rotary, spec, context), keys, values])
         yield "" if _same(*found) else call.op
 
 
@@ -434,11 +438,7 @@ def _expert_checks(ops: Ops, call: _Call) -> Iterator[str]:
             skewed = [(count, 0, 1, most - 1)[i % 4] for i in range(num_experts)]
             for counts in ([count] * num_experts, skewed):
                 expected = [f[:n] for f, n in zip(full, counts, strict=True)]
-                part = run(counts)
-                yield "" if _same(part, expected) else call.op
-                with torch.inference_mode():
-                    fed = run(counts)
-                yield "" if _same(fed, part) else "packed weights"
+                yield from _twice(call.op, partial(run, counts), expected)
         yield from _alone(call, lambda: run([most - i % 2 for i in range(num_experts)]), full)
 
 
@@ -453,14 +453,8 @@ def _group_checks(ops: Ops, call: _Call) -> Iterator[str]:
             for counts in ([count] * NUM_GROUPS, skewed):
                 rows = torch.cat([x[:n] for n in counts])
                 expected = torch.cat([out[:n] for out, n in zip(alone, counts, strict=True)])
-                yield (
-                    ""
-                    if _same([ops.expert_linear(rows, weights, None, counts)], [expected])
-                    else ("expert_linear")
-                )
-                with torch.inference_mode():
-                    fed = ops.expert_linear(rows, weights, None, counts)
-                yield "" if _same([fed], [expected]) else "packed weights"
+                run = partial(ops.expert_linear, rows, weights, None, counts)
+                yield from _twice("expert_linear", lambda run=run: [run()], [expected])
 
 
 def _attention_checks(ops: Ops, call: _Call) -> Iterator[str]:

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.models import experts as moe_experts
 from lockstep.models.decoder import Decoder
-from lockstep.models.experts import ExpertFactors, ExpertProjection, mix_experts
+from lockstep.models.experts import ExpertFactors, ExpertPlan, ExpertProjection
+from lockstep.models.experts import mix_experts as mix
 from lockstep.models.moe import MLP, MoE, Routing
 from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext
@@ -67,6 +68,10 @@ def test_dense_layers_in_between_are_not_counted_as_routed():
 
 def normal(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def mix_experts(x_TD, weights_TA, experts_TA, **plan):
+    return mix(x_TD, weights_TA, experts_TA, ExpertPlan(**plan))
 
 
 def one_by_one(x_TD, weights_TA, experts_TA, gate_up, down, activation):
@@ -141,14 +146,8 @@ def test_values_and_gradients_are_those_of_each_pair_by_itself(
     grad, results = normal(*x.shape, seed=5), []
     run = partial(mix_experts, ops=ops, num_chunk_tokens=num_chunk_tokens)
     for function in (run, one_by_one):
-        out = function(
-            x,
-            weights,
-            experts,
-            gate_up=gate_up,
-            down=down,
-            activation=ACTIVATIONS[activation],
-        )
+        how = {"gate_up": gate_up, "down": down, "activation": ACTIVATIONS[activation]}
+        out = function(x, weights, experts, **how)
         results.append([out.detach(), *torch.autograd.grad(out, leaves, grad)])
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
@@ -158,15 +157,8 @@ def test_values_and_gradients_are_those_of_each_pair_by_itself(
 def test_few_tokens_go_through_all_experts_with_the_same_result(T):
     x, weights, gate_up, down = inputs("with bias", T=T)
     experts = distinct(T, 5, 2) if T else torch.empty(0, 2, dtype=torch.int64)
-    out = mix_experts(
-        x,
-        weights,
-        experts,
-        gate_up=gate_up,
-        down=down,
-        activation=ops.swiglu,
-        ops=ops,
-    )
+    how = {"gate_up": gate_up, "down": down, "activation": ops.swiglu, "ops": ops}
+    out = mix_experts(x, weights, experts, **how)
     assert out.shape == x.shape
     grads = torch.autograd.grad(out, (x, weights, gate_up.weight), normal(*x.shape, seed=5))
     assert [g.shape for g in grads] == [x.shape, weights.shape, gate_up.weight.shape]

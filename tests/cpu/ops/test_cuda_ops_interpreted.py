@@ -14,7 +14,7 @@ from lockstep.errors import ConfigError
 from lockstep.models.attention_config import LatentShape
 from lockstep.models.decoder import Decoder
 from lockstep.ops import head
-from lockstep.ops.base import Ops
+from lockstep.ops.base import Ops, Rotary
 from lockstep.ops.context import AttentionSpec, PackedContext, PagedContext, Support
 from lockstep.types import Ragged
 
@@ -388,15 +388,14 @@ def test_queries_and_keys_are_rotated_and_written_as_by_their_parts(has_norms):
     qkv = rand(38, H + 2 * G, D)
     cos, sin = rand(38, 1, D, seed=1), rand(38, 1, D, seed=2)
     norms = (rand(D, seed=3), rand(D, seed=4)) if has_norms else None
+    rotary = Rotary(cos, sin, H, norms, 1e-5)
     found = []
     for ops_class in (Ops, type(OPS)):
         cache = Cache(lengths, 16, G, D)
         context = cache.context([(0, 0, 33), (1, 0, 5)], H)
         spec = AttentionSpec(rand(H, seed=5), 20, 0.3)
         with torch.no_grad():
-            out = ops_class.rotary_attention(
-                OPS, qkv, cos, sin, spec, context, num_heads=H, norms=norms, eps=1e-5
-            )
+            out = ops_class.rotary_attention(OPS, qkv, rotary, spec, context)
         found.append([out, cache.keys.nan_to_num(7.0), cache.values.nan_to_num(7.0)])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 

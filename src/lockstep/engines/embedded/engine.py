@@ -210,7 +210,7 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         Raises CheckpointError, before anything is changed, for tensors that do not fit;
         TornWeightsError if reading fails midway.
         """
-        self._ledger.check_open()
+        self._check_open()
         self._drop_ahead()
         if source is None:
             if self._shared is None:
@@ -222,7 +222,7 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
             self._write(source)
         self._end_segments(self._scheduler.sequences())
         self._base.version = version
-        if self._ledger.is_paused:
+        if self._is_paused:
             self._cache.forget()
             for sequence in [*self._rows.sequences, *self._scheduler.prefilling]:
                 sequence.has_old_keys = True
@@ -238,7 +238,7 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         a directory that does not fit, CapabilityError if the ops do not keep their contract for the
         adapter's shapes.
         """
-        self._ledger.check_open()
+        self._check_open()
         adapted = self._adapted(name, source)
         self._test_ops(name, adapted)
         weights = self._adapters.setdefault(name, WeightsKey(0, version, name))
@@ -249,8 +249,8 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         for sequence in sequences:
             if sequence.lease is None:
                 continue
-            sequence.has_old_keys = self._ledger.is_paused
-            if not self._ledger.is_paused:
+            sequence.has_old_keys = self._is_paused
+            if not self._is_paused:
                 self._scheduler.preempt(sequence, keep=False)
             elif sequence.row >= 0:
                 self._rows.adapters[sequence.row] = weights.number
@@ -259,7 +259,7 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
 
     async def drop_adapter(self, name: str) -> None:
         """See `Engine.drop_adapter`."""
-        self._ledger.check_open()
+        self._check_open()
         weights = self._weights_of(name, where="drop_adapter")
         del self._adapters[name]
         for sequence in self._scheduler.sequences():
@@ -277,7 +277,7 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         self._cache.allocate()
 
     async def _close(self) -> None:
-        if not self._ledger.is_asleep:
+        if not self._is_asleep:
             self._release()
 
     # -- arrival ------------------------------------------------------------------------------
@@ -322,12 +322,12 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
 
     def _drive(self) -> None:
         """Starts the task that runs steps, unless it runs or there is nothing to do."""
-        if not (self._ledger.may_sample and self._scheduler.has_work):
+        if not (self._may_sample and self._scheduler.has_work):
             return
         self._driver = running(self._driver, self._run)
 
     async def _run(self) -> None:
-        while self._scheduler.has_work and self._ledger.may_sample:
+        while self._scheduler.has_work and self._may_sample:
             self._has_finished = False
             try:
                 self.step()
@@ -607,7 +607,7 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
                 else self._fingerprint_text
             ),
         )
-        self._ledger.deliver(sequence, delta)
+        self._hand_out(sequence, delta)
 
     def _end_segments(self, sequences: Seq[Sequence]) -> None:
         """Sends what requests have sampled before their weights change."""
@@ -641,7 +641,7 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
     def _fail(self, sequence: Sequence, error: EngineError) -> None:
         self._remove(sequence, keep=False)
         if sequence.scoring is None:
-            self._ledger.fail(sequence, error)
+            self._fail_entry(sequence, error)
         elif not sequence.scoring.future.done():
             sequence.scoring.future.set_exception(error)
 
