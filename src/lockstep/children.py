@@ -105,10 +105,11 @@ class Child:
 
     @classmethod
     def of_module(cls, module: str, **options: Any) -> Child:
-        """A child that runs `module` with this Python and this process's module path. options: see
-        `Child`."""
+        """A child that runs `main` of a module, with this Python and this process's module path.
+        options: see `Child`."""
         environment = {"PYTHONPATH": module_path(), **options.pop("environment", {})}
-        return cls([sys.executable, "-P", "-m", module], environment=environment, **options)
+        run = f"from {module} import main; main()"
+        return cls([sys.executable, "-P", "-c", run], environment=environment, **options)
 
     def open(self) -> Reply:
         """Starts the process unless it runs. Returns the reply to its opening.

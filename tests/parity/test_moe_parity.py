@@ -9,6 +9,7 @@ transformers = pytest.importorskip("transformers", reason="needs transformers")
 
 from lockstep.models import experts as moe_experts  # noqa: E402
 from lockstep.models.config import ModelConfig  # noqa: E402
+from lockstep.models.layer_inputs import LayerInputs  # noqa: E402
 from lockstep.models.moe import MoE  # noqa: E402
 from lockstep.ops.base import Ops  # noqa: E402
 
@@ -99,7 +100,7 @@ def test_values_and_gradients_are_those_of_transformers(monkeypatch, kind, is_sk
     x[:, 0] = x[:, 0].abs() + 1
     grad = torch.randn(T, D, generator=generator, dtype=torch.float64).to(dtype)
     outs, x_grads = [], []
-    for run in (lambda x: ours(x, Ops()), run_theirs):
+    for run in (lambda x: ours(x, LayerInputs(Ops(), None, None, None)), run_theirs):
         leaf = x.clone().requires_grad_()
         out = run(leaf)
         out.backward(grad)

@@ -250,22 +250,15 @@ class LedgerEngine(Engine, Generic[E]):
         *,
         distribution: Distribution = "model",
         temperature: float = 1.0,
-        priority: int = 0,
         first: int = 1,
-        affinity: str = "",
-        adapter: str = "",
+        **request: Any,
     ) -> Scores:
         found, how = self.capabilities, {"distribution": distribution, "temperature": temperature}
         ids = checked_text(token_ids, found, first=first, **how)
         self._check_ready("score")
         heat = temperature if distribution == "tempered" else 1.0
-        text = Request(
-            id="score",
-            prompt_ids=ids,
-            sampling=SamplingParams(max_tokens=1, temperature=heat),
-            priority=priority,
-            adapter=adapter,
-        )
+        sampling = SamplingParams(max_tokens=1, temperature=heat)
+        text = Request(id="score", prompt_ids=ids, sampling=sampling, **request)
         return await self._score(text, first=first)
 
     async def _score(self, request: Request, *, first: int) -> Scores:

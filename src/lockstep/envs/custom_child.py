@@ -61,7 +61,3 @@ def _episode(
 ) -> Episode:
     said, uses = tuple(map(Message.from_dict, messages)), tuple(ToolUse(**each) for each in calls)
     return Episode(task=Columns(task, left_out), messages=said, calls=uses, **fields)
-
-
-if __name__ == "__main__":
-    main()

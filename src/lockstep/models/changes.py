@@ -23,6 +23,7 @@ from lockstep.models.attention_config import YarnScaling
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.fallback import FallbackModel
+from lockstep.models.lora import patched
 from lockstep.models.quantised import SCHEMES, Scheme
 from lockstep.ops.base import Ops
 
@@ -61,22 +62,6 @@ def changes(model: Decoder | FallbackModel) -> Iterator[Change]:
             made=partial(_quantised, model, scheme),
             rank=SELDOM,
         )
-
-
-@contextmanager
-def patched(*changed: tuple[Any, str, Any]) -> Iterator[None]:
-    """(object, attribute, value): the attributes have these values inside of the block."""
-    before = [getattr(of, name) for of, name, _ in changed]
-    try:
-        for of, name, value in changed:
-            setattr(of, name, value)
-        yield
-    finally:
-        for (of, name, _), value in zip(changed, before, strict=True):
-            setattr(of, name, value)
-
-
-# -- sinks ----------------------------------------------------------------------------------------
 
 
 def _sinks(inner: nn.Module) -> Iterator[Change]:

@@ -11,6 +11,7 @@ from lockstep.errors import CheckpointError, ConfigError, RunError
 from lockstep.models.gguf import PACKAGED, packaged, unpacked
 from lockstep.store.checkpoints import ADAPTER, POLICY, sha256_of, split_address, trained_by
 from lockstep.store.run import is_run
+from lockstep.store.tables import from_hub
 
 SHIPPED_ROOT = Path(__file__).parent / "shipped"
 """One directory per model of the package; examples/tiny_models.py rebuilds it."""
@@ -108,21 +109,11 @@ def fetch(
 ) -> Path:
     """The directory of the hub's files. may_download: False takes them from the local cache alone.
     option: the user's setting, for errors. Raises CheckpointError if they cannot be had."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(
-                name,
-                allow_patterns=list(files),
-                ignore_patterns=list(NOT_HUB_FILES),
-                local_files_only=not may_download,
-            )
-        )
-    except Exception as error:  # the hub's client raises a dozen kinds; each means the same here
-        said = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{option}={name}: no such directory, and no download from the Hugging Face hub "
-            f"({type(error).__name__}: {said}). On a machine that reaches it: "
-            f"`hf download {name} --local-dir DIR`; then {option}=DIR."
-        ) from error
+    return from_hub(
+        name,
+        CheckpointError,
+        setting=option,
+        allow_patterns=list(files),
+        ignore_patterns=list(NOT_HUB_FILES),
+        local_files_only=not may_download,
+    )

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import nn
@@ -171,39 +172,44 @@ def adapter_at(model: nn.Module, projection: str) -> Adapter | None:
 
 
 @contextmanager
-def adapter_scaled(model: nn.Module, factor: float) -> Iterator[None]:
-    """Scales the adapter of `model` by `factor` inside the block. 0: the model computes without it,
-    as the reference policy does. 2: as if the adapter had been merged twice."""
-    adapters = [m for m in model.modules() if isinstance(m, LowRank | ExpertLowRank)]
-    before = [(adapter.is_on, adapter.scale) for adapter in adapters]
+def patched(*changed: tuple[Any, str, Any]) -> Iterator[None]:
+    """(object, attribute, value): the attributes have these values inside of the block."""
+    before = [getattr(of, name) for of, name, _ in changed]
     try:
-        for adapter in adapters:
-            adapter.is_on, adapter.scale = factor != 0, adapter.scale * factor
+        for of, name, value in changed:
+            setattr(of, name, value)
         yield
     finally:
-        for adapter, (was_on, scale) in zip(adapters, before, strict=True):
-            adapter.is_on, adapter.scale = was_on, scale
+        for (of, name, _), value in zip(changed, before, strict=True):
+            setattr(of, name, value)
+
+
+# -- sinks ----------------------------------------------------------------------------------------
+
+
+def adapters_of(model: nn.Module) -> list[Adapter]:
+    """Every adapter, in the order of the model."""
+    return [m for m in model.modules() if isinstance(m, LowRank | ExpertLowRank)]
+
+
+def adapter_scaled(model: nn.Module, factor: float) -> AbstractContextManager[None]:
+    """Scales the adapter of `model` by `factor` inside the block. 0: the model computes without it,
+    as the reference policy does. 2: as if the adapter had been merged twice."""
+    adapters = adapters_of(model)
+    scales = [(adapter, "scale", adapter.scale * factor) for adapter in adapters]
+    return patched(*scales, *((adapter, "is_on", factor != 0) for adapter in adapters))
 
 
 def adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
     """A and B of every adapter, in the order of the model."""
-    adapters = [m for m in model.modules() if isinstance(m, LowRank | ExpertLowRank)]
-    return [parameter for adapter in adapters for parameter in adapter.parameters()]
+    return [parameter for adapter in adapters_of(model) for parameter in adapter.parameters()]
 
 
-@contextmanager
-def adapter_replaced(model: nn.Module, values: Sequence[Tensor]) -> Iterator[None]:
+def adapter_replaced(model: nn.Module, values: Sequence[Tensor]) -> AbstractContextManager[None]:
     """Gives the adapter of `model` these values inside the block: see `adapter_parameters`. Its own
     memory and values stay."""
-    parameters = adapter_parameters(model)
-    own = [parameter.data for parameter in parameters]
-    try:
-        for parameter, value in zip(parameters, values, strict=True):
-            parameter.data = value
-        yield
-    finally:
-        for parameter, value in zip(parameters, own, strict=True):
-            parameter.data = value
+    pairs = zip(adapter_parameters(model), values, strict=True)
+    return patched(*((parameter, "data", value) for parameter, value in pairs))
 
 
 def merged(model: nn.Module, name: str, weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from lockstep.errors import CheckpointError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import load_checkpoint, load_into, replacing, save_checkpoint
-from lockstep.models.lora import ExpertLowRank, LowRank, adapter_at, add_adapter
+from lockstep.models.lora import ExpertLowRank, adapter_at, adapters_of, add_adapter
 from lockstep.models.lora_config import AdapterSite, LoraShape
 from lockstep.models.peft_format import (
     BASE,
@@ -127,9 +127,8 @@ def read_adapter(directory: str | Path, config: ModelConfig) -> Decoder:
     with torch.device("meta"):
         model = Decoder(config)
     add_adapter(model, read_shape(directory, config), seed=0)
-    for module in model.modules():
-        if isinstance(module, LowRank | ExpertLowRank):
-            module.to_empty(device="cpu")
+    for adapter in adapters_of(model):
+        adapter.to_empty(device="cpu")
     load_adapter(model, directory)
     return model
 

@@ -3,11 +3,13 @@ both."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from lockstep.config import did_you_mean, overlaid
+from lockstep.config import did_you_mean, nested, overlaid
 from lockstep.errors import ConfigError
 from lockstep.run_config import Config
 
@@ -17,65 +19,34 @@ PENALISED_SHARE = 5
 """DAPO punishes the last 4,096 of 20,480 tokens: a fifth."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+_BY_SIZE: dict[str, Callable[[Config], Mapping[str, Any]]] = {
+    "dr_grpo": lambda config: {"objective.fixed_length": config.max_tokens},
+    "dapo": lambda config: {
+        "signal.max_extra_tasks": (BATCHES_PER_STEP - 1) * config.groups_per_step,
+        "signal.length_penalty_tokens": config.max_tokens // PENALISED_SHARE,
+    },
+}
+"""Method -> the settings that follow the size of a run."""
+
+
+@dataclass(frozen=True, slots=True)
 class Method:
     """Settings of a paper. Learning rate, batch size and number of updates are left out: they
     follow the model and the task."""
 
+    name: str
     source: str
-    settings: Callable[[Config], Mapping[str, Any]]
-    """config -> its settings, by their paths."""
+    fixed: Mapping[str, Any]
+
+    def settings(self, config: Config) -> dict[str, Any]:
+        """Its settings for a run, as a tree."""
+        by_size = _BY_SIZE.get(self.name, lambda _: {})
+        return nested({**self.fixed, **by_size(config)})
 
 
 METHODS = {
-    "grpo": Method(
-        source="Shao et al. 2024, arXiv 2402.03300",
-        settings=lambda _: {
-            "objective": {
-                "type": "ppo_clip",
-                "clip": [0.2, 0.2],
-                "aggregate": "sequence_mean",
-                "kl_coef": 0.04,
-                "kl_estimator": "k3",
-            },
-            "advantage": {"type": "grpo", "normalize_std": True},
-        },
-    ),
-    "dr_grpo": Method(
-        source="Liu et al. 2025, arXiv 2503.20783",
-        settings=lambda config: {
-            "objective": {
-                "type": "ppo_clip",
-                "clip": [0.2, 0.2],
-                "aggregate": "fixed_length",
-                "fixed_length": config.max_tokens,
-            },
-            "advantage": {"type": "grpo", "normalize_std": False},
-        },
-    ),
-    "dapo": Method(
-        source="Yu et al. 2025, arXiv 2503.14476",
-        settings=lambda config: {
-            "objective": {"type": "ppo_clip", "clip": [0.2, 0.28], "aggregate": "token_mean"},
-            "advantage": {"type": "grpo", "normalize_std": True},
-            "signal.max_extra_tasks": (BATCHES_PER_STEP - 1) * config.groups_per_step,
-            "signal.length_penalty_tokens": config.max_tokens // PENALISED_SHARE,
-        },
-    ),
-    "gspo": Method(
-        source="Zheng et al. 2025, arXiv 2507.18071",
-        settings=lambda _: {
-            "objective": {"type": "gspo", "clip": [3e-4, 4e-4], "aggregate": "sequence_mean"},
-            "advantage": {"type": "grpo", "normalize_std": True},
-        },
-    ),
-    "cispo": Method(
-        source="MiniMax 2025, arXiv 2506.13585",
-        settings=lambda _: {
-            "objective": {"type": "cispo", "clip": [1.0, 1.0], "aggregate": "token_mean"},
-            "advantage": {"type": "grpo", "normalize_std": True},
-        },
-    ),
+    name: Method(name, table.pop("source"), table)
+    for name, table in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).items()
 }
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from lockstep.errors import DataError
+from lockstep.errors import DataError, LockstepError
 from lockstep.store.files import PACKED, lines_of, max_bytes, read_jsonl, unique_keys
 from lockstep.system import bounded_memory
 
@@ -62,16 +62,24 @@ def locate_data(
             f"{path}: no such file or folder. Give a {', '.join(SUFFIXES)} file, or ORGANISATION/"
             f"NAME of the Hugging Face hub{examples and f': {examples}'}."
         )
+    how = {"repo_type": "dataset", "allow_patterns": list(patterns)}
+    return from_hub(path, DataError, setting=setting, **how)
+
+
+def from_hub(name: str, kind: type[LockstepError], *, setting: str, **how: Any) -> Path:
+    """The directory of a repository's files on the Hugging Face hub, downloaded. kind: of the error
+    if they cannot be had. setting: the user's, for errors. how: options of `snapshot_download`."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, repo_type="dataset", allow_patterns=list(patterns)))
+        return Path(snapshot_download(name, **how))
     except Exception as error:  # the hub's client raises a dozen kinds; each means the same here
         said = " ".join(str(error).split())
-        raise DataError(
-            f"{setting}={path}: no such file, and the Hugging Face hub gave no answer "
+        option = f"--repo-type {how['repo_type']} " if "repo_type" in how else ""
+        raise kind(
+            f"{setting}={name}: no such file or directory, and the Hugging Face hub gave no answer "
             f"({type(error).__name__}: {said}). On a machine that reaches it: `hf download "
-            f"--repo-type dataset {path} --local-dir DIR`; then {setting}=DIR."
+            f"{option}{name} --local-dir DIR`; then {setting}=DIR."
         ) from error
 
 

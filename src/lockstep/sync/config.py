@@ -46,8 +46,6 @@ class SyncConfig:
     `weights` in the run's directory."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "sync.", least=1)
-        check_numbers(self, "sync.", least=8)
         check_numbers(self, "sync.", "verify_every", least=0)
         if self.qualify == "on" and self.form == "shared":
             raise ConfigError(

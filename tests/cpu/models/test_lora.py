@@ -9,6 +9,7 @@ from tiny_configs import tiny_config
 from lockstep.errors import ConfigError
 from lockstep.models.attention_config import LatentShape
 from lockstep.models.decoder import Decoder
+from lockstep.models.layer_inputs import LayerInputs
 from lockstep.models.lora import ExpertLowRank, LowRank, adapter_scaled, add_adapter, merged
 from lockstep.models.lora_config import LoraConfig, adapter_shapes, lora_shape, lora_sites
 from lockstep.models.shapes import num_elements
@@ -149,7 +150,7 @@ def test_a_part_of_a_fused_projection_can_be_adapted_alone():
     adapter = model.layers[0].attention.qkv_proj.lora
     x = torch.randn(5, 32)
     base = torch.nn.functional.linear(x, model.layers[0].attention.qkv_proj.weight)
-    found = model.layers[0].attention.qkv_proj(x, model.ops)
+    found = model.layers[0].attention.qkv_proj(x, LayerInputs(model.ops, None, None, None))
     A, B = adapter.factors(0)
     assert torch.equal(found[:, :-16], base[:, :-16])
     torch.testing.assert_close(found[:, -16:], base[:, -16:] + adapter.scale * x @ A.T @ B.T)

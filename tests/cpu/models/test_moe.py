@@ -17,6 +17,7 @@ from lockstep.models import experts as moe_experts
 from lockstep.models.decoder import Decoder
 from lockstep.models.experts import ExpertFactors, ExpertPlan, ExpertProjection
 from lockstep.models.experts import mix_experts as mix
+from lockstep.models.layer_inputs import LayerInputs
 from lockstep.models.moe import MLP, MoE, Routing
 from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext
@@ -68,6 +69,11 @@ def test_dense_layers_in_between_are_not_counted_as_routed():
 
 def normal(*shape, seed=0, dtype=torch.float64):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def alone(ops):
+    """The inputs of an MLP, which reads no context."""
+    return LayerInputs(ops, None, None, None)
 
 
 def mix_experts(x_TD, weights_TA, experts_TA, **plan):
@@ -286,7 +292,7 @@ def test_biases_of_bfloat16_experts_leave_no_kernel_per_number_of_rows(monkeypat
     x = torch.randn(40, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     monkeypatch.setattr(moe_experts, "ALL_EXPERTS_MULTIPLIES", 0)
     with Products() as found:
-        layer(x.requires_grad_(), InvariantOps()).sum().backward()
+        layer(x.requires_grad_(), alone(InvariantOps())).sum().backward()
     assert found.seen and {dtype for _, dtype in found.seen} == {torch.float32}
 
 
@@ -319,4 +325,4 @@ def test_a_layer_with_every_parameter_frozen_keeps_nothing_for_backward():
     layer = MoE(CONFIG, 0).requires_grad_(False)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter)
-    assert layer(normal(9, 16, dtype=torch.float32), ops).grad_fn is None
+    assert layer(normal(9, 16, dtype=torch.float32), alone(ops)).grad_fn is None

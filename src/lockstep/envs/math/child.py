@@ -27,7 +27,3 @@ def main() -> None:
         return {"is_equal": bool(verify(gold, found, timeout_seconds=None))}
 
     serve(compare)
-
-
-if __name__ == "__main__":
-    main()

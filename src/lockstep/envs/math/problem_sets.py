@@ -6,7 +6,8 @@ is loaded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -39,12 +40,12 @@ class PublicSource:
 
     repository: str
     """Data set on the Hugging Face hub; "" for a user's own file."""
-    columns: tuple[str, ...]
+    columns: Sequence[str]
     """Columns that are read."""
-    train: tuple[str, ...]
+    train: Sequence[str]
     """Patterns of the training files; the first pattern with a match is taken."""
-    eval: tuple[str, ...]
-    """Patterns of the test files; () if none were published."""
+    eval: Sequence[str]
+    """Patterns of the test files; none if none were published."""
     form: Form
     """Place of the answer in a reply."""
     read: Callable[[Mapping[str, Any], str], tuple[str, str]]
@@ -96,40 +97,10 @@ def _read_own(row: Mapping[str, Any], where: str) -> tuple[str, str]:
     return _text(row, "question", where), _text(row, "answer", where)
 
 
+_READERS = {"gsm8k": _read_gsm8k, "dapo": _read_dapo, "aime": _read_aime, "file": _read_own}
 PUBLIC: dict[str, PublicSource] = {
-    "gsm8k": PublicSource(
-        repository="openai/gsm8k",
-        columns=("question", "answer"),
-        train=("main/train-*.parquet", "train-*.parquet", "train.parquet", "train.jsonl"),
-        eval=("main/test-*.parquet", "test-*.parquet", "test.parquet", "test.jsonl"),
-        form="hashes",
-        read=_read_gsm8k,
-    ),
-    "dapo": PublicSource(
-        repository="BytedTsinghua-SIA/DAPO-Math-17k",
-        columns=("prompt", "reward_model"),
-        train=("data/*.parquet", "*.parquet"),
-        eval=(),
-        form="answer_line",
-        read=_read_dapo,
-        is_prompt_whole=True,
-    ),
-    "aime": PublicSource(
-        repository="HuggingFaceH4/aime_2024",
-        columns=("problem", "answer", "solution"),
-        train=("data/*.parquet", "*.parquet", "*.jsonl"),
-        eval=(),
-        form="boxed",
-        read=_read_aime,
-    ),
-    "file": PublicSource(
-        repository="",
-        columns=("question", "answer"),
-        train=("train*.parquet", "train*.jsonl"),
-        eval=("test*.parquet", "test*.jsonl", "eval*.parquet", "eval*.jsonl"),
-        form="boxed",
-        read=_read_own,
-    ),
+    name: PublicSource(read=_READERS[name], **table)
+    for name, table in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).items()
 }
 """Sources by the setting `task.source`."""
 

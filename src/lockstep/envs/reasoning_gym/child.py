@@ -226,7 +226,3 @@ def main() -> None:
     limit_process(AS=MAX_MEMORY_BYTES, CORE=0)
     guard_verifiers()
     serve(answer)
-
-
-if __name__ == "__main__":
-    main()
