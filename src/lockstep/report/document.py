@@ -276,8 +276,8 @@ def build_document(
     tokenizers: Sequence[Tokenizer | None],
     recipes: Sequence[Mapping[str, Any] | None],
     title: str,
-    num_trajectories: int,
-    num_tokens: int,
+    num_trajectories: int = NUM_TRAJECTORIES,
+    num_tokens: int = NUM_TOKENS,
 ) -> dict[str, Any]:
     """The whole report as JSON. tokenizers: one per run; None shows ids. recipes: see
     `write_report`."""

@@ -31,8 +31,6 @@ from lockstep.errors import LockstepError, RunError
 from lockstep.observe.metrics import is_step_row
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.report.document import (
-    NUM_TOKENS,
-    NUM_TRAJECTORIES,
     REPORT,
     build_document,
     build_figures,
@@ -202,8 +200,6 @@ class ReportServer(ThreadingHTTPServer):
             tokenizers=[self._tokenizer(run)],
             recipes=[self._recipe_of(run)],
             title=run.name,
-            num_trajectories=NUM_TRAJECTORIES,
-            num_tokens=NUM_TOKENS,
         )
         return {**document, "live": live}
 

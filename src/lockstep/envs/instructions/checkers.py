@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +21,13 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from itertools import islice
+from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.config import did_you_mean
 from lockstep.errors import DataError, MissingExtraError
 
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 _WORD = re.compile(r"\w+")
 
 
@@ -37,24 +40,10 @@ def count_words(text: str) -> int:
 #
 # A sentence ends with . ? or ! before white space, as in the Punkt algorithm (Kiss and Strunk 2006,
 # the tokenizer behind the published scores), with its rules for abbreviations, initials and
-# ellipses. The two lists below replace Punkt's learnt tables.
+# ellipses. Two tables replace Punkt's learnt ones.
 
-_ABBREVIATED = """
-adj adm adv apr asst aug ave bldg blvd bros capt cf cmdr co col comdr corp cpl dec dept dr etc feb
-fig fri ft gen gov inc jan jr lt ltd maj messrs mr mrs ms mt nov oct ok oz ph.d pp prof rep rev sen
-sep sept sgt sr st thurs tues viz vol vols vs wed yr
-"""
-"""Abbreviations in lower case, without the last period. Initials as in "U.S." count as well."""
-
-_STARTING = """
-a after all also although an and another as at because before both but by despite during each even
-for from he her here his however i if in instead it its last many meanwhile more most my no not now
-on once one our several she since so some such that the their then there these they this those
-though to under until we what when where while who why with yet you your
-"""
-"""Words whose capital letter begins a sentence even after an abbreviation or an ellipsis."""
-
-_ABBREVIATIONS, _STARTERS = frozenset(_ABBREVIATED.split()), frozenset(_STARTING.split())
+_ABBREVIATIONS = frozenset(_TABLES["abbreviations"].split())
+_STARTERS = frozenset(_TABLES["starters"].split())
 _ENDS = frozenset(".?!")
 _CLOSERS = "\"')]}*_\u2019\u201d\u00bb"
 _OPENERS = "\"'([{*_`\u2018\u201c\u00ab"
@@ -99,26 +88,7 @@ def _ends_sentence(token: str, following: str) -> bool:
 
 # -- capital words ---------------------------------------------------------------------------------
 
-# Penn Treebank's word borders: (pattern, replacement), in order.
-_TREEBANK = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"([\u00ab\u201c\u2018\u201e`\"\u00bb\u201d\u2019])", r" \1 "),
-        (r"([:,])(?=\D|$)", r" \1 "),
-        (r"(?<=[^.])(\.)(?=[\])}>\"'\u00bb\u201d\u2019 ]*$)", r" \1 "),
-        (r"(\.{2,})", r" \1 "),
-        (r"([;@#$%&?!*\[\](){}<>])", r" \1 "),
-        (r"--", " -- "),
-        (r"''", " '' "),
-        (r"(?<=[^' ])('[sS]|'[mM]|'[dD]|')(?= |$)", r" \1 "),
-        (r"(?<=[^' ])('ll|'LL|'re|'RE|'ve|'VE|n't|N'T)(?= |$)", r" \1 "),
-        (r"(?i)\b(can)(not)\b", r" \1 \2 "),
-        (r"(?i)\b(gim|lem)(me)\b", r" \1 \2 "),
-        (r"(?i)\b(gon|wan)(na)\b", r" \1 \2 "),
-        (r"(?i)\b(got)(ta)\b", r" \1 \2 "),
-        (r"(?i) ('t)(is|was)\b", r" \1 \2 "),
-    )
-]
+_TREEBANK = [(re.compile(pattern), replaced) for pattern, replaced in _TABLES["treebank"]]
 
 
 def count_capital_words(text: str) -> int:
@@ -137,20 +107,9 @@ def count_capital_words(text: str) -> int:
 
 # -- languages -------------------------------------------------------------------------------------
 
-_LANGUAGES = """
-ar=Arabic bg=Bulgarian bn=Bengali de=German en=English es=Spanish fa=Persian fi=Finnish
-fr=French gu=Gujarati he=Hebrew hi=Hindi it=Italian ja=Japanese kn=Kannada ko=Korean
-ml=Malayalam mr=Marathi ne=Nepali pa=Punjabi pl=Polish pt=Portuguese ru=Russian sw=Swahili
-ta=Tamil te=Telugu th=Thai uk=Ukrainian ur=Urdu vi=Vietnamese zh=Chinese
-"""
-LANGUAGES = {code: name for code, _, name in (p.partition("=") for p in _LANGUAGES.split())}
+LANGUAGES: dict[str, str] = _TABLES["languages"]
 """Languages that an instruction may ask for: ISO 639-1 code -> name."""
-
-_SCRIPTS = """
-bn=BENGALI gu=GUJARATI he=HEBREW ko=HANGUL ja=HIRAGANA+KATAKANA+CJK kn=KANNADA ml=MALAYALAM
-pa=GURMUKHI ta=TAMIL te=TELUGU th=THAI zh=CJK
-"""
-SCRIPTS = {k: tuple(v.split("+")) for k, v in (p.split("=") for p in _SCRIPTS.split())}
+SCRIPTS: dict[str, Sequence[str]] = _TABLES["scripts"]
 """Languages with a script of their own among LANGUAGES."""
 
 MAX_LETTERS = 4000  # enough to see the script; a later change is not seen
