@@ -16,6 +16,7 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -480,8 +481,7 @@ class Pool(LedgerEngine[_PoolEntry]):
 
     async def _probe(self, replica: _Replica) -> bool:
         """True if it samples a token. Concurrent callers share one probe."""
-        if replica.probe is None or replica.probe.done():
-            replica.probe = asyncio.create_task(self._answers(replica))
+        replica.probe = running(replica.probe, partial(self._answers, replica))
         return await asyncio.shield(replica.probe)
 
     async def _answers(self, replica: _Replica) -> bool:
@@ -562,8 +562,8 @@ class Pool(LedgerEngine[_PoolEntry]):
                 f"frozen: {len(replica.streams)} requests in it, and nothing came for {limit:g} s",
                 is_frozen=True,
             )
-        elif replica.probe is None or replica.probe.done():
-            replica.probe = asyncio.create_task(self._answers(replica))
+        else:
+            replica.probe = running(replica.probe, partial(self._answers, replica))
 
     async def _ping(self, replica: _Replica) -> bool:
         """Takes the replica out if it does not answer."""
@@ -631,8 +631,7 @@ class Pool(LedgerEngine[_PoolEntry]):
         return True
 
     def _start_revival(self, replica: _Replica) -> asyncio.Task[None]:
-        if replica.revival is None or replica.revival.done():
-            replica.revival = asyncio.create_task(self._revive(replica))
+        replica.revival = running(replica.revival, partial(self._revive, replica))
         return replica.revival
 
     async def _revive(self, replica: _Replica) -> None:

@@ -226,7 +226,7 @@ class CustomConfig(FileTasks):
             evaluated,
             self.eval_share,
             name=self.path,
-            key=_id,
+            key=lambda task: task.id,
             holds_out_one=True,
         )
 
@@ -445,10 +445,6 @@ def _uses(dialogue: Sequence[Message]) -> tuple[ToolUse, ...]:
             output = reply.content if reply is not None else ""
             uses.append(ToolUse(name=call.name, arguments=arguments, output=output))
     return tuple(uses)
-
-
-def _id(task: Task) -> str:
-    return task.id
 
 
 def _rows(path: str, split: Split) -> Iterator[tuple[str, Any]]:

@@ -140,8 +140,8 @@ async def _remembering(main: Coroutine[Any, Any, T]) -> T:
 
 
 def running(
-    task: asyncio.Task[None] | None, work: Callable[[], Coroutine[Any, Any, None]]
-) -> asyncio.Task[None]:
+    task: asyncio.Task[T] | None, work: Callable[[], Coroutine[Any, Any, T]]
+) -> asyncio.Task[T]:
     """`task` if it still runs in the running event loop; else a new one of `work`."""
     loop = asyncio.get_running_loop()
     if task is None or task.done() or task.get_loop() is not loop:

@@ -100,8 +100,7 @@ class FallbackModel(nn.Module):
                 support=support,
             )
         self._check(context, routing)
-        logits_TV = self._run(self.inner, lambda out: out.logits, ids_T, positions_T, context)
-        logits_NV = take_rows(logits_TV, predictors_N)
+        logits_NV = self.logits(ids_T, positions_T, context, predictors_N)(slice(None))
         kept_NV = None if support is None else support.mask(slice(None), logits_NV.shape[1])
         logprobs_NV = self.ops.log_softmax(logits_NV, temperature=temperature, kept=kept_NV)
         terms_NV = logprobs_NV.exp() * logprobs_NV

@@ -269,15 +269,10 @@ def _reader(field: pa.Field) -> Callable[[Any], Any] | NotJson | None:
 
 
 _EXTENSION = b"ARROW:extension:name"
-_PLAIN = (
-    pa.types.is_null,
-    pa.types.is_boolean,
-    pa.types.is_integer,
-    pa.types.is_floating,
-    pa.types.is_string,
-    pa.types.is_large_string,
-    pa.types.is_string_view,
-)
+_PLAIN = [
+    getattr(pa.types, f"is_{kind}")
+    for kind in ["null", "boolean", "integer", "floating", "string", "large_string", "string_view"]
+]
 
 
 def _parsed(text: str | None) -> Any:
