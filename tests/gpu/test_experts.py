@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.models.experts import ExpertPlan, ExpertProjection, mix_experts
+from lockstep.models.experts import ExpertProjection, mix_experts
 from lockstep.ops.base import Ops
 
 ops = Ops()
@@ -40,14 +40,16 @@ def test_experts_on_a_gpu_have_the_values_and_gradients_of_the_cpu(
     grad, results = normal(T, D), []
     for device, as_dtype in (("cuda", dtype), ("cpu", torch.float64)):
         mine = [x.to(device, as_dtype).requires_grad_() for x in leaves]
-        plan = ExpertPlan(
+        out = mix_experts(
+            mine[0],
+            mine[1],
+            chosen.to(device),
             gate_up=ExpertProjection(mine[2], mine[3]),
             down=ExpertProjection(mine[4], mine[5]),
             activation=ops.swiglu,
             ops=ops,
             num_chunk_tokens=num_chunk_tokens,
         )
-        out = mix_experts(mine[0], mine[1], chosen.to(device), plan)
         grads = torch.autograd.grad(out, mine, grad.to(device, as_dtype))
         results.append([x.double().cpu() for x in (out.detach(), *grads)])
     # bfloat16 rounds each of three products and their inputs to 8 bits.

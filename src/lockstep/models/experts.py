@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -166,11 +167,12 @@ class ExpertPlan:
         return out
 
 
-def mix_experts(x_TD: Tensor, weights_TA: Tensor, experts_TA: Tensor, plan: ExpertPlan) -> Tensor:
+def mix_experts(x_TD: Tensor, weights_TA: Tensor, experts_TA: Tensor, **how: Any) -> Tensor:
     """[T, D]: outputs of each token's experts, times its weights, summed in the order of its slots.
 
-    experts_TA: [T, A] int64, distinct per token.
+    experts_TA: [T, A] int64, distinct per token. how: the fields of `ExpertPlan`.
     """
+    plan = ExpertPlan(**how)
     if torch.is_grad_enabled():
         tensors = (*plan.gate_up.tensors, *plan.down.tensors)
         inputs = (x_TD, weights_TA, *tensors)

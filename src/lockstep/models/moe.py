@@ -13,7 +13,7 @@ from torch import nn
 
 from lockstep.models.adapter_rows import AdapterRows
 from lockstep.models.config import ModelConfig
-from lockstep.models.experts import ExpertPlan, ExpertProjection, mix_experts
+from lockstep.models.experts import ExpertProjection, mix_experts
 from lockstep.models.layer_inputs import LayerInputs, Routing
 from lockstep.models.lora import ExpertLowRank, Projection
 from lockstep.ops.base import Ops
@@ -108,14 +108,16 @@ class MoE(nn.Module):
         activation = ops.swiglu
         if limit := self.config.swiglu_limit:
             activation = partial(ops.swiglu, alpha=GPT_OSS_ALPHA, limit=limit)
-        plan = ExpertPlan(
+        out_TD = mix_experts(
+            x_TD,
+            weights_TA,
+            experts_TA,
             gate_up=self._projection("gate_up", adapters),
             down=self._projection("down", adapters),
             activation=activation,
             ops=ops,
             adapters=adapters,
         )
-        out_TD = mix_experts(x_TD, weights_TA, experts_TA, plan)
         if self.shared is None:
             return out_TD
         if self.shared_gate is None:

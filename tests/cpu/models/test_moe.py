@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.models import experts as moe_experts
 from lockstep.models.decoder import Decoder
-from lockstep.models.experts import ExpertFactors, ExpertPlan, ExpertProjection
-from lockstep.models.experts import mix_experts as mix
+from lockstep.models.experts import ExpertFactors, ExpertProjection, mix_experts
 from lockstep.models.layer_inputs import LayerInputs
 from lockstep.models.moe import MLP, MoE, Routing
 from lockstep.ops.base import Ops
@@ -74,10 +73,6 @@ def normal(*shape, seed=0, dtype=torch.float64):
 def alone(ops):
     """The inputs of an MLP, which reads no context."""
     return LayerInputs(ops, None, None, None)
-
-
-def mix_experts(x_TD, weights_TA, experts_TA, **plan):
-    return mix(x_TD, weights_TA, experts_TA, ExpertPlan(**plan))
 
 
 def one_by_one(x_TD, weights_TA, experts_TA, gate_up, down, activation):
