@@ -52,7 +52,7 @@ def score(model: Decoder, num_tokens: int, group: Any) -> torch.Tensor:
     }  # fmt: skip
     if group is None:
         return model.score(**batch)[0]
-    return sequence_parallel.score(model, **batch, group=group)[0]
+    return sequence_parallel.SplitModel(model, group).score(**batch)[0]
 
 
 def work(rank: int, size: int, num_tokens: int, directory: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import product
 
 import numpy as np
@@ -129,7 +128,7 @@ def run(case, group=None):
     batch = make_batch(name, what)
     score = model.score
     if group is not None:
-        score = partial(sequence_parallel.score, model, group=group)
+        score = sequence_parallel.SplitModel(model, group).score
     logprobs, entropy = score(**batch)
     generator = torch.Generator().manual_seed(3)
     slopes = torch.randn(2, len(logprobs), generator=generator)

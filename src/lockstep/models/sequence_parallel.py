@@ -7,13 +7,11 @@ Everything but attention needs a rank's own tokens alone; see `ops.split` for at
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from lockstep.models.critic import ValueModel
-from lockstep.models.decoder import Decoder
 from lockstep.models.moe import Routing
 from lockstep.ops.context import PackedContext, Support
 from lockstep.ops.split import SplitContext
@@ -21,65 +19,64 @@ from lockstep.ops.split import SplitContext
 Tensor = torch.Tensor
 
 
-def score(
-    model: Decoder,
-    ids_T: Tensor,
-    positions_T: Tensor,
-    context: PackedContext,
-    *,
-    predictors_N: Tensor,
-    targets_N: Tensor,
-    group: dist.ProcessGroup,
-    support: Support | None = None,
-    routing: Routing | None = None,
-    **settings: Any,
-) -> tuple[Tensor, Tensor]:
-    """`Decoder.score`, each rank of `group` on its part: (log-prob, entropy) of all N tokens on all
-    ranks, which call it together with equal arguments.
+class SplitModel(NamedTuple):
+    """A model whose micro-batches are shared by the ranks of a group."""
 
-    Backward leaves each rank its part of every parameter's gradient: their sum over the ranks is
-    the gradient of a loss that all of them compute alike. routing: of all T tokens; the choices
-    that it records are gathered.
-    """
-    split = SplitContext.of(context, len(ids_T), group)
-    mine = _places_in(split, predictors_N)
-    own = None if routing is None else _take_routing(routing, split)
-    found = model.score(
-        split.take(ids_T),
-        split.take(positions_T),
-        split,
-        predictors_N=predictors_N.index_select(0, mine) - split.start,
-        targets_N=targets_N.index_select(0, mine),
-        support=None if support is None else support.take(mine),
-        routing=own,
-        **settings,
-    )
-    if routing is not None and own is not None:
-        routing.chosen |= {layer: split.gather(x) for layer, x in own.chosen.items()}
-        routing.differing |= {layer: split.gather(x) for layer, x in own.differing.items()}
-        if own.prob_sums:
-            sums_LE = torch.stack(own.prob_sums)
-            index = torch.arange(sums_LE.shape[1], device=sums_LE.device)
-            routing.prob_sums = list(_Spread.apply(sums_LE, index, len(index), group))
-    logprobs, entropy = _Spread.apply(torch.stack(found), mine, len(targets_N), group)
-    return logprobs, entropy
+    model: Any
+    """A `Decoder`, or a `ValueModel`."""
+    group: dist.ProcessGroup
 
+    def score(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        context: PackedContext,
+        *,
+        predictors_N: Tensor,
+        targets_N: Tensor,
+        support: Support | None = None,
+        routing: Routing | None = None,
+        **settings: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """`Decoder.score`, each rank on its part: (log-prob, entropy) of all N tokens on all ranks,
+        which call it together with equal arguments.
 
-def values(
-    model: ValueModel,
-    ids_T: Tensor,
-    positions_T: Tensor,
-    context: PackedContext,
-    *,
-    states_N: Tensor,
-    group: dist.ProcessGroup,
-) -> Tensor:
-    """A critic's forward as `score` is a policy's: [N] values of all states on all ranks."""
-    split = SplitContext.of(context, len(ids_T), group)
-    mine = _places_in(split, states_N)
-    states_n = states_N.index_select(0, mine) - split.start
-    found = model(split.take(ids_T), split.take(positions_T), split, states_N=states_n)
-    return _Spread.apply(found[None], mine, len(states_N), group)[0]
+        Backward leaves each rank its part of every parameter's gradient: their sum over the ranks
+        is the gradient of a loss that all of them compute alike. routing: of all T tokens; the
+        choices that it records are gathered.
+        """
+        split = SplitContext.of(context, len(ids_T), self.group)
+        mine = _places_in(split, predictors_N)
+        own = None if routing is None else _take_routing(routing, split)
+        found = self.model.score(
+            split.take(ids_T),
+            split.take(positions_T),
+            split,
+            predictors_N=predictors_N.index_select(0, mine) - split.start,
+            targets_N=targets_N.index_select(0, mine),
+            support=None if support is None else support.take(mine),
+            routing=own,
+            **settings,
+        )
+        if routing is not None and own is not None:
+            routing.chosen |= {layer: split.gather(x) for layer, x in own.chosen.items()}
+            routing.differing |= {layer: split.gather(x) for layer, x in own.differing.items()}
+            if own.prob_sums:
+                sums_LE = torch.stack(own.prob_sums)
+                index = torch.arange(sums_LE.shape[1], device=sums_LE.device)
+                routing.prob_sums = list(_Spread.apply(sums_LE, index, len(index), self.group))
+        logprobs, entropy = _Spread.apply(torch.stack(found), mine, len(targets_N), self.group)
+        return logprobs, entropy
+
+    def values(
+        self, ids_T: Tensor, positions_T: Tensor, context: PackedContext, *, states_N: Tensor
+    ) -> Tensor:
+        """A critic's forward as `score` is a policy's: [N] values of all states on all ranks."""
+        split = SplitContext.of(context, len(ids_T), self.group)
+        mine = _places_in(split, states_N)
+        states_n = states_N.index_select(0, mine) - split.start
+        found = self.model(split.take(ids_T), split.take(positions_T), split, states_N=states_n)
+        return _Spread.apply(found[None], mine, len(states_N), self.group)[0]
 
 
 def _places_in(split: SplitContext, index_N: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ class Critic(Learner):
         """[N] float32: the value at each place where a trained token is predicted."""
         run = self.model
         if self._split_over is not None:
-            run = partial(sequence_parallel.values, self.model, group=self._split_over)
+            run = sequence_parallel.SplitModel(self.model, self._split_over).values
         return run(batch.ids, batch.positions, batch.context, states_N=batch.predictors)
 
     def _backward(self, batch: PackedBatch, *, num_tokens: int) -> Tensor:

@@ -561,7 +561,7 @@ class Trainer(Learner):
         model = model or self.model
         score = model.score
         if self._split_over is not None:
-            score = partial(sequence_parallel.score, model, group=self._split_over)
+            score = sequence_parallel.SplitModel(model, self._split_over).score
         return score(
             batch.ids,
             batch.positions,
