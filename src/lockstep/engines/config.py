@@ -60,7 +60,8 @@ class EngineConfig:
 
     def replica_configs(self) -> tuple[EngineConfig, ...]:
         """The settings of each replica; this one alone for a single engine."""
-        return (self,)
+        count = self.num_workers
+        return (replace(self, replicas=1),) * count if count else (self,)
 
     @property
     def is_pool(self) -> bool:
@@ -81,7 +82,10 @@ class EngineConfig:
     def for_rank(self, rank: int, world: int) -> EngineConfig:
         """The settings for one of `world` processes that train together: each samples with engines
         of its own. Raises ConfigError if there are too few."""
-        return self
+        if not self.num_workers:
+            return self
+        share = share_of(self.num_workers, rank, world, "engine.replicas")
+        return replace(self, replicas=len(share))
 
     def check_budget(self, max_tokens: int) -> None:
         """Raises ConfigError if an episode of this many tokens cannot run."""
@@ -150,14 +154,6 @@ class EmbeddedConfig(EngineConfig):
     @property
     def num_workers(self) -> int:
         return self.replicas
-
-    def replica_configs(self) -> tuple[EngineConfig, ...]:
-        return (replace(self, replicas=1),) * self.replicas or (self,)
-
-    def for_rank(self, rank: int, world: int) -> EngineConfig:
-        if not self.replicas:
-            return self
-        return replace(self, replicas=len(share_of(self.replicas, rank, world, "engine.replicas")))
 
     def sized(
         self,
@@ -234,13 +230,13 @@ class ServedConfig(EngineConfig):
 
     def for_rank(self, rank: int, world: int) -> EngineConfig:
         if not self.urls:
-            return self
+            return super().for_rank(rank, world)
         share = share_of(len(self.urls), rank, world, "engine.urls")
         return replace(self, urls=self.urls[share.start : share.stop])
 
     def replica_configs(self) -> tuple[EngineConfig, ...]:
         if len(self.urls) < 2:
-            return (self,)
+            return super().replica_configs()
         return tuple(replace(self, urls=(url,)) for url in self.urls)
 
 
@@ -365,16 +361,6 @@ class VllmConfig(ServedConfig):
                 "(engine.share_device=false), or set trainer.offload=optimizer."
             )
         return replace(self, memory_share=room / total)
-
-    def for_rank(self, rank: int, world: int) -> EngineConfig:
-        if self.urls or self.in_process:
-            return ServedConfig.for_rank(self, rank, world)
-        return replace(self, replicas=len(share_of(self.replicas, rank, world, "engine.replicas")))
-
-    def replica_configs(self) -> tuple[EngineConfig, ...]:
-        if self.replicas == 1:
-            return ServedConfig.replica_configs(self)
-        return (replace(self, replicas=1),) * self.replicas
 
     @property
     def why_no_decoder(self) -> str:
