@@ -25,7 +25,7 @@ CEILINGS = {
     "tinker": 4_184,
     "run": 5_304,
     "renderers": 3_333,
-    "models and ops": 8_665,
+    "models and ops": 8_645,
     "engines, sync, launch": 9_011,
     "agent": 7_027,
     "learn: training, correction, objectives": 5_178,

@@ -1,6 +1,6 @@
 """A config.json while it is read, and the fields that model families have in common.
 
-A family is a function that reads the family's own fields, in a file of `models/families` or of
+A family is a function that reads the fields of its own, in `models/families.py` or in a file of
 --plugin:
 
     @family("olmo2", rope_theta=500000.0)
