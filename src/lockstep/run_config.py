@@ -22,13 +22,7 @@ from lockstep.launch.config import ParallelConfig
 from lockstep.launch.gpu import Device, shows_gpu
 from lockstep.launch.placement import LocalPlacement, PlacementConfig, RayPlacement
 from lockstep.models.lora_config import LoraConfig
-from lockstep.objectives.config import (
-    GRPO,
-    AdvantageConfig,
-    CreditConfig,
-    ObjectiveConfig,
-    PPOClip,
-)
+from lockstep.objectives.config import GRPO, AdvantageConfig, CreditConfig, ObjectiveConfig, PPOClip
 from lockstep.ops.contract import ContractChoice
 from lockstep.renderers.config import RendererConfig
 from lockstep.store.config import RecordConfig

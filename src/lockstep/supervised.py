@@ -43,14 +43,7 @@ from lockstep.run.preflight import (
 from lockstep.run.train import check_out, said_first
 from lockstep.run_config import SupervisedConfig
 from lockstep.store.checkpoints import POLICY
-from lockstep.store.run import (
-    Outcome,
-    RunDirectory,
-    Status,
-    default_run_path,
-    is_run,
-    load_run,
-)
+from lockstep.store.run import Outcome, RunDirectory, Status, default_run_path, is_run, load_run
 from lockstep.training.config import SFTConfig
 from lockstep.types import Sample
 

@@ -26,13 +26,7 @@ from lockstep.errors import ConfigError
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.origins import Rendering, trace
 from lockstep.report.document import write_report as write_report_of
-from lockstep.run.build import (
-    export_checkpoint,
-    exported,
-    name_of,
-    recipe_of,
-    tokenizer_of,
-)
+from lockstep.run.build import export_checkpoint, exported, name_of, recipe_of, tokenizer_of
 from lockstep.run.model_card import check_hub_name, push, write_card
 from lockstep.run.train import evaluate as evaluate_run
 from lockstep.run_config import Config

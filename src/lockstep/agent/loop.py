@@ -56,15 +56,7 @@ from lockstep.engines.base import Capabilities, Engine
 from lockstep.errors import ConfigError, DataError
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.large_texts import TextTooLargeError
-from lockstep.types import (
-    Group,
-    Int32Array,
-    Message,
-    SamplingParams,
-    Task,
-    ToolSchema,
-    Trajectory,
-)
+from lockstep.types import Group, Int32Array, Message, SamplingParams, Task, ToolSchema, Trajectory
 
 if TYPE_CHECKING:
     from lockstep.agent.gateway.server import GatewayServer

@@ -18,14 +18,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from lockstep.dialogues import read_prompt
-from lockstep.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    LockstepError,
-    named,
-    shortened,
-)
+from lockstep.errors import CheckpointError, ConfigError, DataError, LockstepError, named, shortened
 from lockstep.store.files import read_jsonl
 from lockstep.types import Task
 

@@ -6,7 +6,7 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -138,195 +138,185 @@ class SharedBase:
                 await self.engine.resume(kv="keep")
 
 
-def build(
-    config: Config,
-    model_files: ModelFiles,
-    *,
-    weights: Path | None = None,
-    is_training: bool = True,
-    ranks: Ranks | None = None,
-    base: SharedBase | None = None,
-    scratch: Path | None = None,
-    on_wait: Callable[[str], None] = lambda text: None,
-) -> Parts:
-    """Loads the model (from `weights`, or the config's own) and wires the parts around it.
-
-    ranks: the processes that train together, each with an engine of its own; where the trained
-    model is sharded, `Parts.model` is the whole copy that the engine samples from. is_training:
-    False leaves out the models that only training needs, reference and critic. base: the model and
-    the engine that this run shares with others. scratch: where the engine may leave logs and
-    weights on their way. on_wait: told what the engine waits for.
-    """
-    from lockstep.ops.invariant import ask_for_reproducible_gemm
-
-    if config.contract != "none":
-        ask_for_reproducible_gemm()
-    if is_training and (device := resolve_device(config)) == "cuda":
-        check_memory(config, model_files, device)
-    over = None if base is None else base.decoder
-    model = load_model(config, model_files, weights=weights, over=over)
-    numerics = choose_numerics(config.contract, model, why_not=why_no_contract(config))
-    context, engine = _open_engine(
-        config, model_files, model, ranks, base, scratch=scratch, on_wait=on_wait
-    )
-    if numerics.is_kept:
-        is_merged = _is_merged(config, model_files, engine)
-        numerics = with_engine(config.contract, engine, numerics, model, is_merged=is_merged)
-    if ranks is not None:
-        ranks.check_same({"numerics": numerics.fingerprint.text if numerics.is_kept else "none"})
-    _check_engine(config, model_files, engine, is_training=is_training)
-    mesh = ranks.mesh() if ranks is not None and config.parallel.shard else None
-    load = partial(load_model, config, model_files, mesh=mesh, ops=model.ops)
-    hooks = current_hooks()
-    reference = critic = teachers = publisher = None
-    if is_training and config.objective.reads_reference_logprobs and model_files.lora is None:
-        reference = load().requires_grad_(False)
-    trained = hooks.make_trained(model) if mesh is None else load(weights=weights)
-    if is_training and config.distill is not None:
-        teachers = load_teachers(config.distill, context, model)
-    trainer = _make_trainer(config, model_files, trained, numerics, ranks, teachers)
-    trainer.reference = reference
-    if config.lora is not None and config.lora.path and config.objective.reference == "start":
-        trainer.take_reference()
-    if is_training or engine.capabilities.weight_sources:
-        publisher = _make_publisher(config, context, engine, trainer, model_files, hooks)
-    if is_training and config.advantage.needs_critic:
-        critic = _load_critic(config, model_files, model, mesh, ranks)
-    return Parts(model_files, model, engine, trainer, numerics, publisher, critic, teachers, hooks)
+def build(config: Config, model_files: ModelFiles, **options: Any) -> Parts:
+    """Loads the model and wires the parts of a run around it. options: see `_Builder`."""
+    return _Builder(config, model_files, **options).build()
 
 
-def _open_engine(
-    config: Config,
-    model_files: ModelFiles,
-    model: Decoder,
-    ranks: Ranks | None,
-    base: SharedBase | None,
-    **more: Any,
-) -> tuple[EngineContext, Engine]:
-    """(inputs of this process's engine, the engine). more: `scratch` and `on_wait` of `build`."""
-    rank, world = (0, 1) if ranks is None else (ranks.rank, ranks.world)
-    scratch = more["scratch"]
-    if scratch is not None:
-        more |= {"run": scratch.name, "scratch": scratch / f"rank-{rank}" if rank else scratch}
-    gpus = gpus_here(config.engine, rank, world, model.embedding.device)
-    facts = {"contract": config.contract, "run": config.name, "gpus": gpus} | more
-    context = engine_context(config, model_files, model, **facts)
-    if config.engine.share_device:
-        release_gpu_memory()
-    if base is not None:
-        return context, base.engine_for(config, context)
-    return context, current_hooks().make_engine(config.engine.for_rank(rank, world), context)
+@dataclass(frozen=True, slots=True)
+class _Builder:
+    """Builds the parts of one run in one process."""
 
+    config: Config
+    model_files: ModelFiles
+    _: KW_ONLY
+    weights: Path | None = None
+    """Weights of a checkpoint; None takes the config's own."""
+    is_training: bool = True
+    """False leaves out the models that only training needs, reference and critic."""
+    ranks: Ranks | None = None
+    """The processes that train together, each with an engine of its own. Where the trained model is
+    sharded, `Parts.model` is the whole copy that the engine samples from."""
+    base: SharedBase | None = None
+    """The model and the engine that this run shares with others."""
+    scratch: Path | None = None
+    """Directory in which the engine may leave logs, and weights on their way."""
+    on_wait: Callable[[str], None] = lambda text: None
+    """Receives lines about what the engine waits for."""
 
-def _is_merged(config: Config, model_files: ModelFiles, engine: Engine) -> bool:
-    """True if the engine gets the adapter inside its model's weights."""
-    forms = {"shared", "adapter"} & set(engine.capabilities.weight_sources)
-    has_own_form = bool(forms) and config.sync.form in ("auto", *forms)
-    return model_files.lora is not None and not has_own_form
+    def build(self) -> Parts:
+        """Loads the model, opens its engine, and makes what trains it."""
+        from lockstep.ops.invariant import ask_for_reproducible_gemm
 
+        config, model_files, ranks = self.config, self.model_files, self.ranks
+        is_training, hooks = self.is_training, current_hooks()
+        if config.contract != "none":
+            ask_for_reproducible_gemm()
+        if is_training and (device := resolve_device(config)) == "cuda":
+            check_memory(config, model_files, device)
+        over = None if self.base is None else self.base.decoder
+        model = load_model(config, model_files, weights=self.weights, over=over)
+        numerics = choose_numerics(config.contract, model, why_not=why_no_contract(config))
+        context, engine = self._open_engine(model)
+        if numerics.is_kept:
+            is_merged = self._is_merged(engine)
+            numerics = with_engine(config.contract, engine, numerics, model, is_merged=is_merged)
+        if ranks is not None:
+            ranks.check_same(
+                {"numerics": numerics.fingerprint.text if numerics.is_kept else "none"}
+            )
+        self._check_engine(engine)
+        mesh = ranks.mesh() if ranks is not None and config.parallel.shard else None
+        load = partial(load_model, config, model_files, mesh=mesh, ops=model.ops)
+        reference = critic = teachers = publisher = None
+        if is_training and config.objective.reads_reference_logprobs and model_files.lora is None:
+            reference = load().requires_grad_(False)
+        trained = hooks.make_trained(model) if mesh is None else load(weights=self.weights)
+        if is_training and config.distill is not None:
+            teachers = load_teachers(config.distill, context, model)
+        trainer = self._trainer(trained, numerics, teachers)
+        trainer.reference = reference
+        if config.lora is not None and config.lora.path and config.objective.reference == "start":
+            trainer.take_reference()
+        if is_training or engine.capabilities.weight_sources:
+            publisher = self._publisher(context, engine, trainer)
+        if is_training and config.advantage.needs_critic:
+            critic = self._critic(like=model, mesh=mesh)
+        return Parts(
+            model_files, model, engine, trainer, numerics, publisher, critic, teachers, hooks
+        )
 
-def _check_engine(
-    config: Config, model_files: ModelFiles, engine: Engine, *, is_training: bool
-) -> None:
-    """Raises ConfigError or EngineError if the engine lacks an ability that the run needs."""
-    from lockstep.engines.registry import Need, check_capabilities
+    def _open_engine(self, model: Decoder) -> tuple[EngineContext, Engine]:
+        """(inputs of this process's engine, the engine)."""
+        config, ranks, scratch, run = self.config, self.ranks, self.scratch, self.config.name
+        rank, world = (0, 1) if ranks is None else (ranks.rank, ranks.world)
+        if scratch is not None:
+            run, scratch = scratch.name, scratch / f"rank-{rank}" if rank else scratch
+        context = engine_context(
+            config,
+            self.model_files,
+            model,
+            contract=config.contract,
+            run=run,
+            scratch=scratch,
+            on_wait=self.on_wait,
+            gpus=gpus_here(config.engine, rank, world, model.embedding.device),
+        )
+        if config.engine.share_device:
+            release_gpu_memory()
+        if self.base is not None:
+            return context, self.base.engine_for(config, context)
+        return context, current_hooks().make_engine(config.engine.for_rank(rank, world), context)
 
-    needs: dict[Need, bool] = {
-        "training": is_training,
-        "truncation": config.agent.is_truncated,
-        "rescoring": config.chosen_correction.behaviour == "averaged",
-        "replay": config.trainer.routing_replay == "rollout",
-        "sleep": config.engine.share_device,
-    }
-    check_capabilities(
-        engine,
-        vocab_size=model_files.model.vocab_size,
-        max_tokens=config.max_tokens,
-        temperature=config.agent.temperature,
-        needs=[need for need, is_needed in needs.items() if is_needed],
-    )
+    def _is_merged(self, engine: Engine) -> bool:
+        """True if the engine gets the adapter inside its model's weights."""
+        forms = {"shared", "adapter"} & set(engine.capabilities.weight_sources)
+        has_own_form = bool(forms) and self.config.sync.form in ("auto", *forms)
+        return self.model_files.lora is not None and not has_own_form
 
+    def _check_engine(self, engine: Engine) -> None:
+        """Raises ConfigError or EngineError if the engine lacks an ability that the run needs."""
+        from lockstep.engines.registry import Need, check_capabilities
 
-def _make_trainer(
-    config: Config,
-    model_files: ModelFiles,
-    model: Decoder,
-    numerics: Numerics,
-    ranks: Ranks | None,
-    teachers: Teachers | None,
-) -> Trainer:
-    from lockstep.training.trainer import Trainer
+        config = self.config
+        needs: dict[Need, bool] = {
+            "training": self.is_training,
+            "truncation": config.agent.is_truncated,
+            "rescoring": config.chosen_correction.behaviour == "averaged",
+            "replay": config.trainer.routing_replay == "rollout",
+            "sleep": config.engine.share_device,
+        }
+        check_capabilities(
+            engine,
+            vocab_size=self.model_files.model.vocab_size,
+            max_tokens=config.max_tokens,
+            temperature=config.agent.temperature,
+            needs=[need for need, is_needed in needs.items() if is_needed],
+        )
 
-    num_steps = config.steps - config.critic.steps_before_policy
-    return Trainer(
-        model,
-        config.trainer,
-        like=model_files.directory,
-        temperature=config.agent.temperature,
-        total_updates=num_steps * config.trainer.updates_per_batch,
-        contract=numerics.fingerprint if numerics.is_kept else None,
-        ranks=ranks,
-        distill=None if teachers is None else teachers.in_update,
-    )
+    def _trainer(self, model: Decoder, numerics: Numerics, teachers: Teachers | None) -> Trainer:
+        from lockstep.training.trainer import Trainer
 
+        config = self.config
+        num_steps = config.steps - config.critic.steps_before_policy
+        return Trainer(
+            model,
+            config.trainer,
+            like=self.model_files.directory,
+            temperature=config.agent.temperature,
+            total_updates=num_steps * config.trainer.updates_per_batch,
+            contract=numerics.fingerprint if numerics.is_kept else None,
+            ranks=self.ranks,
+            distill=None if teachers is None else teachers.in_update,
+        )
 
-def _make_publisher(
-    config: Config,
-    context: EngineContext,
-    engine: Engine,
-    trainer: Trainer,
-    model_files: ModelFiles,
-    hooks: RunHooks,
-) -> Publisher:
-    from lockstep.sync.publisher import Publisher
+    def _publisher(self, context: EngineContext, engine: Engine, trainer: Trainer) -> Publisher:
+        from lockstep.sync.publisher import Publisher
 
-    place = None if context.scratch is None else context.scratch / "weights"
-    if config.sync.directory:
-        place = Path(config.sync.directory).expanduser() / context.run
-    left_out = model_files.renderer.tokenizer.control_ids
-    probed = {"left_out": left_out, "max_tokens": config.max_tokens}
-    return Publisher(
-        engine,
-        trainer,
-        context.model,
-        config.sync,
-        place=place,
-        ranks=trainer.ranks,
-        probed=probed if hooks.verifies_sync else None,
-    )
+        config, place = (
+            self.config,
+            None if context.scratch is None else context.scratch / "weights",
+        )
+        if config.sync.directory:
+            place = Path(config.sync.directory).expanduser() / context.run
+        left_out = self.model_files.renderer.tokenizer.control_ids
+        probed = {"left_out": left_out, "max_tokens": config.max_tokens}
+        return Publisher(
+            engine,
+            trainer,
+            context.model,
+            config.sync,
+            place=place,
+            ranks=self.ranks,
+            probed=probed if current_hooks().verifies_sync else None,
+        )
 
+    def _critic(self, *, like: Decoder, mesh: DeviceMesh | None) -> Critic:
+        """The critic, from its own model or the policy's, on the device and with the ops of
+        `like`."""
+        import torch
 
-def _load_critic(
-    config: Config,
-    model_files: ModelFiles,
-    like: Decoder,
-    mesh: DeviceMesh | None,
-    ranks: Ranks | None,
-) -> Critic:
-    """The critic, from its own model or the policy's, on the device and with the ops of `like`."""
-    import torch
+        from lockstep.models.critic import load_value_model
+        from lockstep.training.critic import Critic
 
-    from lockstep.models.critic import load_value_model
-    from lockstep.training.critic import Critic
-
-    directory = model_files.directory
-    if config.critic.model:
-        directory = locate_model(config.critic.model)
-    model = load_value_model(
-        directory,
-        dtype=getattr(torch, config.compute_dtype),
-        device=like.embedding.device,
-        mesh=mesh,
-        ops=like.ops,
-    )
-    return Critic(
-        model,
-        config.critic,
-        config.trainer,
-        like=directory,
-        total_updates=config.steps * config.critic.updates_per_batch,
-        ranks=ranks,
-    )
+        config, directory = self.config, self.model_files.directory
+        if config.critic.model:
+            directory = locate_model(config.critic.model)
+        model = load_value_model(
+            directory,
+            dtype=getattr(torch, config.compute_dtype),
+            device=like.embedding.device,
+            mesh=mesh,
+            ops=like.ops,
+        )
+        return Critic(
+            model,
+            config.critic,
+            config.trainer,
+            like=directory,
+            total_updates=config.steps * config.critic.updates_per_batch,
+            ranks=self.ranks,
+        )
 
 
 def engine_context(

@@ -16,13 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.agent.config import FrozenSeat, OwnSeat, SeatConfig
-from lockstep.agent.guard import (
-    CLOSE_SECONDS,
-    checked_messages,
-    checked_tools,
-    described,
-    guarded,
-)
+from lockstep.agent.guard import CLOSE_SECONDS, checked_messages, checked_tools, described, guarded
 from lockstep.agent.harness import Harness
 from lockstep.agent.loop import truncation_notice
 from lockstep.agent.match import OutOfBudget

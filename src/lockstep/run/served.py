@@ -17,12 +17,7 @@ from lockstep.models.locate import locate_model
 from lockstep.models.lora_config import LoraConfig
 from lockstep.ops.contract import ContractChoice
 from lockstep.run.build import choose_numerics, engine_context, load_model
-from lockstep.run.preflight import (
-    ModelFiles,
-    check_fallback,
-    read_model_files,
-    stored_renderer,
-)
+from lockstep.run.preflight import ModelFiles, check_fallback, read_model_files, stored_renderer
 from lockstep.run_config import ServeConfig
 from lockstep.store.checkpoints import split_address, step_of, trained_by
 from lockstep.store.run import is_run

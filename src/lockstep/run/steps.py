@@ -45,12 +45,7 @@ from lockstep.training.averaging import average_rows
 from lockstep.training.correcting import UnequalTokenError
 from lockstep.training.credit import credit_metrics
 from lockstep.training.learner import uninterrupted
-from lockstep.training.rows import (
-    punish_length,
-    rows_for_training,
-    sort_by_age,
-    without_over_long,
-)
+from lockstep.training.rows import punish_length, rows_for_training, sort_by_age, without_over_long
 from lockstep.types import Group, Sample, Task
 
 T = TypeVar("T")

@@ -15,7 +15,6 @@ from lockstep.errors import named
 from lockstep.tinker.checkpoints import expiry, path_of, size_of
 from lockstep.tinker.futures import Done
 from lockstep.tinker.journal import Accepted, Checkpoint, Sampler, Trained
-from lockstep.tinker.origins import metrics_of
 from lockstep.tinker.requests import (
     ForwardBackward,
     ForwardBackwardResult,
@@ -24,7 +23,7 @@ from lockstep.tinker.requests import (
     TinkerError,
     invalid,
 )
-from lockstep.tinker.resources import Resources
+from lockstep.tinker.resources import Resources, metrics_of
 from lockstep.tinker.samplers import Samplers
 from lockstep.tinker.wire import write_forward_backward
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -166,9 +166,9 @@ def forward_backward_of(
             )
     if not found.data:
         raise invalid("data is empty: forward_backward needs at least one datum.")
-    room = _Room()
+    _check_size(tensor.shape for each in found.data for tensor in each.loss_fn_inputs.values())
     data = tuple(
-        _datum(each, f"data[{at}]", base, room, is_custom=custom is not None)
+        _datum(each, f"data[{at}]", base, is_custom=custom is not None)
         for at, each in enumerate(found.data)
     )
     return ForwardBackward(
@@ -192,23 +192,17 @@ def check_loss(name: str) -> None:
 # -- reading: data --------------------------------------------------------------------------------
 
 
-class _Room:
-    """Counts the values of a request's tensors against MAX_VALUES."""
-
-    def __init__(self) -> None:
-        self.left = MAX_VALUES
-
-    def take(self, count: int, where: str) -> None:
-        self.left -= count
-        if self.left < 0:
-            raise TinkerError(
-                f"{where}: the tensors of this request have over {MAX_VALUES} values (sparse ones "
-                "counted dense). Send fewer datums at a time, or fewer columns.",
-                status=413,
-            )
+def _check_size(shapes: Iterable[Sequence[int]]) -> None:
+    """Raises TinkerError (413) if tensors of these shapes have too many values."""
+    if sum(math.prod(max(0, size) for size in shape) for shape in shapes) > MAX_VALUES:
+        raise TinkerError(
+            f"the tensors of this request have over {MAX_VALUES} values (sparse ones counted "
+            "dense). Send fewer datums at a time, or fewer columns.",
+            status=413,
+        )
 
 
-def _datum(found: Any, where: str, base: BaseModel, room: _Room, *, is_custom: bool) -> Datum:
+def _datum(found: Any, where: str, base: BaseModel, *, is_custom: bool) -> Datum:
     token_ids = _tokens_of(found.model_input, where)
     num = len(token_ids)
     if not num:
@@ -220,7 +214,7 @@ def _datum(found: Any, where: str, base: BaseModel, room: _Room, *, is_custom: b
         )
     _check_ids(token_ids, f"{where}.model_input", base)
     inputs = {
-        name: _tensor_of(tensor, f"{where}.loss_fn_inputs[{name!r}]", room)
+        name: _tensor_of(tensor, f"{where}.loss_fn_inputs[{name!r}]")
         for name, tensor in found.loss_fn_inputs.items()
     }
     if "target_tokens" not in inputs:
@@ -304,7 +298,7 @@ def _check_ids(ids: npt.NDArray[Any], where: str, base: BaseModel) -> None:
 _DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4"), 4: np.dtype("<u2")}
 
 
-def _tensor_of(tensor: Any, where: str, room: _Room) -> npt.NDArray[Any]:
+def _tensor_of(tensor: Any, where: str) -> npt.NDArray[Any]:
     """Reads a tensor: floats become float32, whole numbers int64; sparse ones become dense."""
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
@@ -320,16 +314,15 @@ def _tensor_of(tensor: Any, where: str, room: _Room) -> npt.NDArray[Any]:
         values = (values.astype(np.uint32) << 16).view(np.float32)
     values = values.astype(np.float32 if values.dtype.kind == "f" else np.int64)
     if encoding == "dense":
-        return _dense(values, shape, where, room)
+        return _dense(values, shape, where)
     csr = tensor.sparse_csr
     if len(csr.crow_indices) % 8 or len(csr.col_indices) % 8:
         raise invalid(f"{where}: the indices of a sparse tensor must be int64.")
     crow, col = np.frombuffer(csr.crow_indices, "<i8"), np.frombuffer(csr.col_indices, "<i8")
-    return _from_csr(values, crow, col, shape, where, room, pad=0)
+    return _from_csr((crow, col, values), shape, where, pad=0)
 
 
-def _dense(values: npt.NDArray[Any], shape: list[int], where: str, room: _Room) -> Any:
-    room.take(len(values), where)
+def _dense(values: npt.NDArray[Any], shape: list[int], where: str) -> Any:
     shape = shape or [len(values)]
     if any(size < 0 for size in shape) or math.prod(shape) != len(values):
         raise invalid(f"{where} has {len(values)} values, which do not fill the shape {shape}.")
@@ -337,19 +330,13 @@ def _dense(values: npt.NDArray[Any], shape: list[int], where: str, room: _Room) 
 
 
 def _from_csr(
-    values: npt.NDArray[Any],
-    crow: npt.NDArray[np.int64],
-    col: npt.NDArray[np.int64],
-    shape: list[int],
-    where: str,
-    room: _Room,
-    *,
-    pad: int,
+    arrays: Sequence[npt.NDArray[Any]], shape: list[int], where: str, *, pad: int
 ) -> npt.NDArray[Any]:
-    """Makes a sparse matrix dense; `pad` fills the cells that it does not list."""
+    """Makes a sparse matrix dense; `pad` fills the cells that it does not list. arrays: pointers to
+    rows, columns, values."""
+    crow, col, values = arrays
     if len(shape) != 2 or min(shape) < 0:
         raise invalid(f"{where} is sparse with the shape {shape}; expected [N, K].")
-    room.take(math.prod(shape), where)
     rows, columns = shape
     is_right = (
         len(crow) == rows + 1
@@ -593,14 +580,14 @@ def _targets(value: Value, num: int, base: BaseModel) -> npt.NDArray[np.int64] |
         return None
     if value["dtype"].text() != "int64":
         raise value["dtype"].wrong("int64")
-    room, shape = _Room(), _integers(value["shape"]) if value["shape"].raw is not None else []
-    data = np.array(_integers(value["data"]), np.int64)
+    shape = _integers(value["shape"]) if value["shape"].raw is not None else []
+    _check_size([shape])
+    names = ("sparse_crow_indices", "sparse_col_indices", "data")
     if value["sparse_crow_indices"].raw is None:
-        found = _dense(data, shape, value.where, room)
+        found = _dense(np.array(_integers(value["data"]), np.int64), shape, value.where)
     else:
-        crow = np.array(_integers(value["sparse_crow_indices"]), np.int64)
-        col = np.array(_integers(value["sparse_col_indices"]), np.int64)
-        found = _from_csr(data, crow, col, shape, value.where, room, pad=-1)
+        arrays = tuple(np.array(_integers(value[name]), np.int64) for name in names)
+        found = _from_csr(arrays, shape, value.where, pad=-1)
     if found.ndim != 2 or len(found) != num - 1:
         raise invalid(
             f"{value.where} has the shape {list(found.shape)}; expected [{num - 1}, K]: a row for "

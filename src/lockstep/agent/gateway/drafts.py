@@ -13,13 +13,7 @@ import numpy as np
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.splicing import splice_reply
 from lockstep.agent.gateway.tree import Answer, History, Input, Reason, Tree, altered_from
-from lockstep.agent.turns import (
-    Observed,
-    TurnSampler,
-    count,
-    fork_without_thinking,
-    turn_ids,
-)
+from lockstep.agent.turns import Observed, TurnSampler, count, fork_without_thinking, turn_ids
 from lockstep.errors import RendererError
 from lockstep.renderers.pieces import first_difference
 from lockstep.types import Int32Array, Message

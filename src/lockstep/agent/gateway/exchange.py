@@ -11,13 +11,7 @@ from dataclasses import dataclass, replace
 
 from lockstep.errors import LockstepError
 from lockstep.renderers.base import Constraint
-from lockstep.types import (
-    FinishReason,
-    Float32Array,
-    Int32Array,
-    Message,
-    ToolSchema,
-)
+from lockstep.types import FinishReason, Float32Array, Int32Array, Message, ToolSchema
 
 
 class Refusal(LockstepError):

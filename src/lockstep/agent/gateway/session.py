@@ -28,11 +28,7 @@ import numpy as np
 from lockstep.agent.gateway.drafts import Draft, Drafts
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest, client_message
 from lockstep.agent.gateway.reading import Dialogues
-from lockstep.agent.gateway.tree import (
-    Answer,
-    History,
-    Tree,
-)
+from lockstep.agent.gateway.tree import Answer, History, Tree
 from lockstep.agent.guard import checked_number, checked_numbers, described
 from lockstep.agent.tasks import derive_seed
 from lockstep.agent.turns import (
@@ -46,12 +42,7 @@ from lockstep.agent.turns import (
     turn_segments,
 )
 from lockstep.engines.grammar import grammar_problem
-from lockstep.errors import (
-    ConfigError,
-    EngineDownError,
-    EngineError,
-    MissingExtraError,
-)
+from lockstep.errors import ConfigError, EngineDownError, EngineError, MissingExtraError
 from lockstep.renderers.base import Constraining, Constraint
 from lockstep.renderers.large_texts import TextTooLargeError
 from lockstep.types import Int32Array, SamplingParams

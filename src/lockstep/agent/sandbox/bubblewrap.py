@@ -21,11 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from lockstep.agent.sandbox.process import (
-    Launch,
-    _ProcessConfig,
-    inside_arguments,
-)
+from lockstep.agent.sandbox.process import Launch, _ProcessConfig, inside_arguments
 from lockstep.agent.sandbox.seccomp import TABLES, filter_program
 from lockstep.errors import ConfigError
 

@@ -13,11 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lockstep.agent.sandbox.process import (
-    Launch,
-    _ProcessConfig,
-    inside_arguments,
-)
+from lockstep.agent.sandbox.process import Launch, _ProcessConfig, inside_arguments
 from lockstep.children import own_variables
 from lockstep.config import check_numbers
 from lockstep.errors import ConfigError

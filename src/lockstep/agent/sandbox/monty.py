@@ -22,13 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lockstep.agent.sandbox.base import (
-    CUT,
-    Ending,
-    ProgramResult,
-    Sandbox,
-    SandboxConfig,
-)
+from lockstep.agent.sandbox.base import CUT, Ending, ProgramResult, Sandbox, SandboxConfig
 from lockstep.errors import MissingExtraError, SandboxError
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
