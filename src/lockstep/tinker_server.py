@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from lockstep.agent.gateway.listener import Listener
     from lockstep.engines.base import Engine, EngineContext
     from lockstep.models.decoder import Decoder
-    from lockstep.tinker.embedded import Base
-    from lockstep.tinker.outside import OutsideEngine
+    from lockstep.tinker.embedded import Base, OutsideEngine
 
 CACHE_SHARE = 0.25
 """Share of a GPU's free memory for the cache of an engine in this process: training and samplers of
@@ -141,7 +140,7 @@ async def _open_outside(
     """An engine with weights of its own, tested with an adapter; the numerics of both sides; and a
     line for a person."""
     from lockstep.engines.registry import check_capabilities, open_engine
-    from lockstep.tinker.outside import OutsideEngine
+    from lockstep.tinker.embedded import OutsideEngine
 
     engine = await asyncio.to_thread(open_engine, config.engine, context)
     name = engine.capabilities.name

@@ -10,10 +10,11 @@ sync                sync/                  the engine runs the new weights, by v
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
-from collections.abc import Callable, Coroutine, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,11 +32,11 @@ from lockstep.launch.ranks import Ranks
 from lockstep.models.config import ModelConfig
 from lockstep.observe.live import View, open_view
 from lockstep.recipes.fitting import usual_rate
-from lockstep.run.build import Parts
+from lockstep.run.build import Parts, SharedBase, load_model
 from lockstep.run.episodes import play_tasks
 from lockstep.run.evaluation import Tester
 from lockstep.run.preflight import ModelFiles, read_model_files
-from lockstep.run.seats import build_policies
+from lockstep.run.served import build_policies
 from lockstep.run.step_metrics import check_failures, health_metrics, step_metrics
 from lockstep.run.training_run import RunOptions, TrainingRun, make_gateway, open_run
 from lockstep.run_config import Config
@@ -402,3 +403,53 @@ async def _close(config: Config, parts: Parts, gateway: RunGateway) -> None:
         await parts.teachers.close()
     for seat in parts.seats.values():
         await seat.engine.close()
+
+
+# -- several runs over one base model --------------------------------------------------------------
+
+
+Ended = dict[Path, Outcome | Exception]
+"""Directory of each run -> its outcome, or the error that ended it."""
+
+
+def train_over_base(
+    configs: Mapping[Path, Config], model_files: Sequence[ModelFiles], **options: Any
+) -> Ended:
+    """See `lockstep.run.train.train_side_by_side`. options: see `RunOptions`."""
+    first, *_ = configs.values()
+    base = SharedBase(load_model(replace(first, lora=None), model_files[0]))
+    failed: dict[Path, Exception] = {}
+    with ExitStack() as stack:
+        runs = [
+            stack.enter_context(
+                open_run(None, config, files, RunOptions(out=path, **options), base=base)
+            )
+            for (path, config), files in zip(configs.items(), model_files, strict=True)
+        ]
+        left = list(runs)
+
+        async def to_end(run: TrainingRun) -> None:
+            try:
+                run.status = await run_steps(run)
+            except Exception as error:
+                run.save_unsaved()
+                run.view.note(f"{type(error).__name__}: {error}", "critical")
+                failed[run.path] = error
+            left.remove(run)
+
+        async def all_to_end() -> None:
+            try:
+                await asyncio.gather(*map(to_end, runs))
+            finally:
+                assert base.engine is not None, "made for the first run"
+                await base.engine.close()
+
+        try:
+            run_to_end(all_to_end())
+        except KeyboardInterrupt:
+            with uninterrupted():
+                for run in left:
+                    run.status = "interrupted"
+                    run.view.note("interrupted: saving a checkpoint.")
+                    run.save_unsaved()
+    return {run.path: failed.get(run.path) or run.finish() for run in runs}

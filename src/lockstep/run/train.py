@@ -19,7 +19,7 @@ from lockstep.models.locate import CONFIG_FILES, HUB_FILES, locate_model
 from lockstep.observe.live import ViewKind, open_view
 from lockstep.run.build import resolve_device
 from lockstep.run.preflight import ModelFiles, check_side_by_side, preflight, summary
-from lockstep.run.seats import find_seats
+from lockstep.run.served import find_seats
 from lockstep.run_config import Config
 from lockstep.store.run import Outcome, check_place, default_run_path, load_run
 
@@ -84,7 +84,7 @@ def train_side_by_side(
     for path in configs:
         check_out(path, resume=resume)
     model_files = [_begin(config, path, view, name=config.name) for path, config in configs.items()]
-    from lockstep.run.side_by_side import train_over_base  # imports torch
+    from lockstep.run.steps import train_over_base  # imports torch
 
     return train_over_base(configs, model_files, resume=resume, view=view, monitor=monitor)
 

@@ -29,7 +29,7 @@ from lockstep.run.evaluation import Tester
 from lockstep.run.hooks import current_hooks
 from lockstep.run.preflight import ModelFiles, internals, sized_engine
 from lockstep.run.prompts import FirstPrompts
-from lockstep.run.seats import build_policies
+from lockstep.run.served import build_policies
 from lockstep.run_config import Config
 from lockstep.store.checkpoints import POLICY, checkpoint_of
 from lockstep.store.config import LastConfig, SampleConfig

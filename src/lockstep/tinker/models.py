@@ -1,26 +1,364 @@
-"""Models in training: how they are made, and the requests that clients send to them."""
+"""Models in training: the requests of one in the order of their numbers, its state and recovery, and
+how clients make models and ask them for work."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.reading import Value
 from lockstep.agent.tasks import derive_seed
+from lockstep.errors import named
 from lockstep.tinker import wire
-from lockstep.tinker.checkpoints import check_ttl, path_of
+from lockstep.tinker.checkpoints import check_ttl, expiry, path_of, size_of
 from lockstep.tinker.futures import Done
 from lockstep.tinker.graph import GraphLoss
-from lockstep.tinker.journal import Accepted, Checkpoint, Trained, UploadedLoss, digest_of
-from lockstep.tinker.requests import ModelSpec, TinkerError, invalid, not_found
-from lockstep.tinker.resources import Resources
+from lockstep.tinker.journal import Accepted, Checkpoint, Sampler, Trained, UploadedLoss, digest_of
+from lockstep.tinker.requests import (
+    ForwardBackward,
+    ForwardBackwardResult,
+    ModelSpec,
+    OptimStep,
+    TinkerError,
+    invalid,
+    not_found,
+)
+from lockstep.tinker.resources import Resources, metrics_of
 from lockstep.tinker.samplers import Samplers
-from lockstep.tinker.training_run import TinkerRun
+from lockstep.tinker.wire import write_forward_backward
+
+LOGGER = logging.getLogger(__name__)
+
+MAX_AHEAD = 100_000
+"""Requests that may be held because an earlier one has not come."""
+
+
+class TinkerRun:
+    """Executes the requests of one model strictly in order, from `start` until it is ended.
+
+    read: reads a journalled body again.
+    """
+
+    def __init__(
+        self,
+        record: Trained,
+        resources: Resources,
+        *,
+        samplers: Samplers,
+        read: Callable[[Accepted], Any],
+    ) -> None:
+        self.record, self.spec = record, ModelSpec(**record.spec)
+        self.base = resources.bases[self.spec.base_model]
+        self._config, self._store = resources.config, resources.store
+        self._backend, self._journal = resources.backend, resources.journal
+        self._samplers, self._read, self._settle = samplers, read, resources.futures.settle
+        self._run_record = resources.open_record and resources.open_record(record.id, self.spec)
+        self.next_seq_id, refused = self._journal.progress(record.id)
+        self._held: dict[int, Accepted | None] = dict.fromkeys(refused)
+        """Seq_id -> request, None where it was refused."""
+        self._arrived = asyncio.Event()
+        self._ending = ""
+        self._unload: Accepted | None = None
+        self._work_seconds = 0.0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._work())
+
+    async def stop(self) -> None:
+        """Stops working; the journal keeps the waiting requests."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._close_record()
+
+    async def ended(self) -> None:
+        """Waits until it is unloaded."""
+        if self._task is not None:
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    # -- order ------------------------------------------------------------------------------------
+
+    def check_ahead(self, seq_id: int) -> None:
+        """Raises TinkerError for a number that cannot be the client's."""
+        if seq_id > self.next_seq_id + MAX_AHEAD:
+            raise invalid(
+                f"seq_id={seq_id} of {self.record.id}: the next one is {self.next_seq_id}, and at "
+                f"most {MAX_AHEAD} are held. Count by one for each request."
+            )
+
+    def submit(self, request: Accepted) -> None:
+        """Takes a request that the journal has."""
+        self._held[request.seq_id] = request
+        self.record.last_request = time.time()
+        self._arrived.set()
+
+    def skip(self, seq_id: int) -> None:
+        """Goes past a request that was refused."""
+        if seq_id >= self.next_seq_id:
+            self._held[seq_id] = None
+            self._arrived.set()
+
+    def end(self, reason: str, unload: Accepted | None = None) -> None:
+        """Unloads the model after what can still be executed in order. unload: the client's request
+        for it."""
+        self._ending = self._ending or reason
+        self._unload = unload or self._unload
+        self._arrived.set()
+
+    async def _next(self) -> Accepted | None:
+        """Waits for the next request in order; None at the end."""
+        deadline: float | None = None  # of the missing request, once another is held behind it
+        while True:
+            while self.next_seq_id in self._held:
+                request, deadline = self._held.pop(self.next_seq_id), None
+                self.next_seq_id += 1
+                if request is not None:
+                    return request
+            if self._ending:
+                return None
+            if self._held and deadline is None:
+                deadline = asyncio.get_running_loop().time() + self._config.missing_seconds
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._arrived.wait()
+            except TimeoutError:
+                self._give_up()
+
+    def _give_up(self) -> None:
+        text = (
+            f"request {self.next_seq_id} of {self.record.id} did not arrive within "
+            f"{self._config.missing_seconds:g} s, while {len(self._held)} later ones waited; they "
+            "were executed without it."
+        )
+        LOGGER.warning(text)
+        request = Accepted(self.record.session, self.record.id, self.next_seq_id, "missing")
+        self._journal.refuse(request, text, 422)
+        self.skip(self.next_seq_id)
+
+    # -- execution --------------------------------------------------------------------------------
+
+    async def _work(self) -> None:
+        try:
+            await self._restore()
+        except Exception as error:
+            LOGGER.exception("%s could not be restored", self.record.id)
+            self.end(f"its state could not be restored ({named(error)})")
+            self.next_seq_id = -1  # nothing is in order any more
+        while (request := await self._next()) is not None:
+            await self._run(request)
+        await self._unload_model()
+
+    async def _run(self, request: Accepted) -> None:
+        started = time.monotonic()
+        try:
+            done = await getattr(self, f"_do_{request.kind}")(request)
+        except Exception as error:
+            await self._settle(request, error)
+            if not self.record.is_made:
+                self.end(f"it could not be made ({named(error)})")
+            return
+        self._work_seconds += time.monotonic() - started
+        await self._settle(request, done)
+        if done.then is not None:
+            try:
+                await done.then()
+            except Exception:  # the client has its result; the next update tries again
+                LOGGER.exception("after %s %d of %s", request.kind, request.seq_id, request.target)
+
+    async def _unload_model(self) -> None:
+        record = self.record
+        await self._backend.unload_model(record.id)
+        await self._close_record()
+        error = TinkerError(f"{record.id} was unloaded: {self._ending}.")
+        for request in self._held.values():
+            if request is not None:
+                await self._settle(request, error)
+        self._held.clear()
+        record.ended = self._ending
+        with self._journal.transaction():
+            self._journal.put(record)
+            self._journal.forget_bodies(record.id, self.next_seq_id)
+        self._store.remove(self._states())
+        if self._unload is not None:
+            payload = {"model_id": record.id, "type": "unload_model"}
+            await self._settle(self._unload, Done(payload=payload))
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    async def _do_create_model(self, request: Accepted) -> Done:
+        await self._backend.create_model(self.record.id, self.spec)
+        self.record.is_made = True
+        payload = {"model_id": self.record.id, "type": "create_model"}
+        return Done(payload=payload, records=(self.record,))
+
+    async def _do_load_weights(self, request: Accepted) -> Done:
+        """Makes the checkpoint the model's state, so that a restart needs it no more."""
+        record, body = self.record, self._read(request)
+        checkpoint = self._store.find(body["path"])
+        state = self._states(request.seq_id)
+        await self._store.link(self._store.place(checkpoint.id), state)
+        if not record.is_made:
+            await self._backend.create_model(record.id, self.spec)
+        await self._backend.load(record.id, state, with_optimizer=body["optimizer"])
+        record.is_made, record.has_optimizer = True, body["optimizer"]
+        record.state_seq_id, record.num_updates = request.seq_id, checkpoint.num_updates
+        payload = {"path": body["path"], "model_id": record.id, "type": "load_weights"}
+        return Done(payload=payload, records=(record,))
+
+    async def _do_forward_backward(self, request: Accepted) -> Done:
+        asked: ForwardBackward = self._read(request)
+        result = await self._backend.forward_backward(self.record.id, asked)
+        metrics = {**metrics_of(asked, self.record.num_updates), **result.metrics}
+        payload = write_forward_backward(replace(result, metrics=metrics))
+        if asked.is_forward_only:
+            return Done(payload=payload)
+        record = partial(self._record_pass, asked, result, self.record.num_updates)
+        return Done(payload=payload, keeps_body=True, then=record)
+
+    async def _do_optim_step(self, request: Accepted) -> Done:
+        asked: OptimStep = self._read(request)
+        step = self.record.num_updates
+        metrics = await self._backend.optim_step(self.record.id, asked)
+        self.record.num_updates += 1
+
+        async def record_and_save() -> None:
+            await self._record_step(step, asked, metrics)
+            if self._work_seconds >= self._config.state_seconds:
+                await self._save_state(request.seq_id)
+
+        payload = {"type": "optim_step", "metrics": metrics}
+        return Done(payload=payload, records=(self.record,), keeps_body=True, then=record_and_save)
+
+    async def _do_save_weights(self, request: Accepted) -> Done:
+        body = self._read(request)
+        name = body.get("path") or f"{request.seq_id:06}"
+        path = path_of(self.record.id, "weights", name)
+        if self._store.has(path) and not body.get("overwrite"):
+            raise TinkerError(
+                f"{path} exists. Save under another name, or with overwrite=True, or delete it."
+            )
+        return await self._save(request, path, body, with_optimizer=True)
+
+    async def _do_save_weights_for_sampler(self, request: Accepted) -> Done:
+        body = self._read(request)
+        if body.get("path"):
+            path = path_of(self.record.id, "sampler_weights", body["path"])
+            return await self._save(request, path, body, with_optimizer=False)
+        number = body["sampling_session_seq_id"]
+        sampler = Sampler(
+            id=f"{self.record.session}:sample:{number}",
+            session=self.record.session,
+            base_model=self.base.name,
+            directory=f"samplers/{self.record.session}:sample:{number}",
+            version=self.record.num_updates,
+            model=self.record.id,
+            is_inflight=body.get("kind") == "inflight",
+            last_used=time.time(),
+        )
+        await self._write(self._store.directory / str(sampler.directory), with_optimizer=False)
+        followers = self._samplers.followers(sampler)
+        replaced = {each.directory for each in followers}
+        for each in followers:
+            each.directory, each.version = sampler.directory, sampler.version
+        self._samplers.add(sampler)
+        payload = {"type": "save_weights_for_sampler", "sampling_session_id": sampler.id}
+        return Done(
+            payload=payload,
+            records=tuple(followers),
+            then=lambda: self._samplers.reload(followers, replaced),
+        )
+
+    async def _save(
+        self, request: Accepted, path: str, body: dict[str, Any], *, with_optimizer: bool
+    ) -> Done:
+        """Saves the weights under a path."""
+        place = self._store.place(path)
+        await self._write(place, with_optimizer=with_optimizer)
+        checkpoint = Checkpoint(
+            id=path,
+            spec=self.record.spec,
+            created=time.time(),
+            num_updates=self.record.num_updates,
+            size_bytes=size_of(place),
+            has_optimizer=with_optimizer,
+            expires=expiry(body.get("ttl_seconds")),
+            metadata=body.get("user_metadata"),
+        )
+        self._store.add(checkpoint)
+        return Done(payload={"type": request.kind, "path": path}, records=(checkpoint,))
+
+    async def _write(self, place: Path, *, with_optimizer: bool) -> None:
+        async def write(directory: Path) -> None:
+            await self._backend.save(self.record.id, directory, with_optimizer=with_optimizer)
+
+        await self._store.write(place, write)
+
+    # -- state ------------------------------------------------------------------------------------
+
+    def _states(self, seq_id: int | None = None) -> Path:
+        place = self._store.directory / "states" / self.record.id
+        return place if seq_id is None else place / f"{seq_id}"
+
+    async def _save_state(self, seq_id: int) -> None:
+        """Saves the state after an update; earlier requests then need no repetition."""
+        await self._write(self._states(seq_id), with_optimizer=True)
+        self.record.state_seq_id, self.record.has_optimizer = seq_id, True
+        with self._journal.transaction():
+            self._journal.put(self.record)
+            self._journal.forget_bodies(self.record.id, seq_id)
+        self._work_seconds = 0.0
+        for place in self._states().glob("*"):
+            if place.name != f"{seq_id}":
+                self._store.remove(place)
+
+    async def _restore(self) -> None:
+        """Makes the model as it was when the process ended: the saved state, and what came after
+        it. A new model has neither."""
+        record = self.record
+        if not record.is_made:
+            return
+        await self._backend.unload_model(record.id)
+        await self._backend.create_model(record.id, self.spec)
+        if record.state_seq_id >= 0:
+            state = self._states(record.state_seq_id)
+            await self._backend.load(record.id, state, with_optimizer=record.has_optimizer)
+        asked = [self._read(r) for r in self._journal.to_repeat(record.id, record.state_seq_id)]
+        step = record.num_updates - sum(isinstance(each, OptimStep) for each in asked)
+        for each in asked:
+            if isinstance(each, OptimStep):
+                metrics = await self._backend.optim_step(record.id, each)
+                await self._record_step(step, each, metrics)
+                step += 1
+            else:
+                result = await self._backend.forward_backward(record.id, each)
+                await self._record_pass(each, result, step)
+
+    # -- the run directory ------------------------------------------------------------------------
+
+    async def _record_pass(
+        self, asked: ForwardBackward, result: ForwardBackwardResult, version: int
+    ) -> None:
+        if self._run_record is not None:
+            await asyncio.to_thread(self._run_record.add, asked, result, version)
+
+    async def _record_step(self, step: int, asked: OptimStep, metrics: dict[str, float]) -> None:
+        if self._run_record is not None:
+            await asyncio.to_thread(self._run_record.step, step, asked, metrics)
+
+    async def _close_record(self) -> None:
+        if self._run_record is not None:
+            await asyncio.to_thread(self._run_record.close)
+
 
 UNLOAD = -1
 """Seq_id of the request that unloads a model: it is outside the order."""

@@ -20,7 +20,7 @@ from lockstep.doctor.ladder import climb
 from lockstep.envs.mixture import MixtureConfig
 from lockstep.errors import ConfigError, DataError
 from lockstep.recipes import find_recipe
-from lockstep.run.seats import find_seats, open_seats
+from lockstep.run.served import find_seats, open_seats
 from lockstep.run.train import train
 from lockstep.store.run import load_run
 from lockstep.types import Message, Task
