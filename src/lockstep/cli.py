@@ -508,10 +508,10 @@ def _replay(options: argparse.Namespace) -> int:
     from lockstep.doctor.replay import show
 
     replay = lockstep.replay(options.target)
-    if options.json:
-        print(json.dumps(replay.to_json(), allow_nan=False))
+    if not options.json:
+        show(replay, replay.tokenizer(), _console(), has_all_tokens=options.tokens)
         return OK
-    show(replay, replay.tokenizer(), _console(width=100), has_all_tokens=options.tokens)
+    _print(options, replay.to_json())
     return OK
 
 
@@ -739,11 +739,10 @@ def _import_plugins(names: Sequence[str]) -> None:
     """Imports a user's files and modules, and the modules that installed packages name under the
     entry point `lockstep.plugins`. Their kinds (tasks, losses, dump formats) are known then, after
     the package's own, which they may extend."""
-    import importlib
     from importlib.metadata import entry_points
 
     import lockstep.recipes  # noqa: F401  with them come the kinds of tasks and dialogues
-    from lockstep.agent.guard import described
+    from lockstep.agent.references import imported
 
     for point in entry_points(group="lockstep.plugins"):
         try:
@@ -755,25 +754,7 @@ def _import_plugins(names: Sequence[str]) -> None:
             ) from error
     sys.path.insert(0, "")  # a module in the working directory is importable, as with `python -m`
     for name in names:
-        path = Path(name).resolve() if name.endswith(".py") else None
-        if path is not None:
-            # Last: a file beside it must not shadow a module, here or in child processes.
-            sys.path.append(str(path.parent))
-        try:
-            module = importlib.import_module(name if path is None else path.stem)
-        except Exception as error:
-            is_other = not (name if path is None else path.stem).startswith(
-                getattr(error, "name", None) or "\0"
-            )
-            if is_other:  # whatever a user's module raises
-                text = f"--plugin {name} cannot be imported: {described(error)}."
-                raise ConfigError(text) from error
-            kind = "module here" if path is None else "file"
-            raise ConfigError(f"--plugin {name}: there is no such {kind}.") from None
-        if path is not None and Path(module.__file__ or "").resolve() != path:
-            raise ConfigError(
-                f"--plugin {name}: another module is called {path.stem}. Rename the file."
-            )
+        imported(name, where="--plugin")
 
 
 # -- showing settings -----------------------------------------------------------------------------

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.engines.config import EmbeddedConfig, VllmConfig
 from lockstep.errors import CapabilityError, ConfigError
-from lockstep.ops.contract import TRUE_ON_POLICY
 from lockstep.run.build import (
     Numerics,
     choose_numerics,
@@ -107,22 +106,14 @@ async def open_base(
             config, context, decoder, model_files, numerics, place=place
         )
         note(f"{name}: {line}")
-    facts = {
-        "architecture": model_files.model.architecture,
-        "family": model_files.model.family,
-        "is_one_process": outside is None,
-        "contract": TRUE_ON_POLICY if numerics.is_kept else "none",
-        "numerics": numerics.line,
-        "fingerprint": asdict(numerics.fingerprint),
-        "processes": 1,
-    }
+    facts = {"is_one_process": outside is None, "processes": 1, **numerics.facts()}
     return Base(
         info=info,
         config=own,
         model_files=model_files,
         decoder=decoder,
         engine=engine,
-        facts=facts,
+        facts=model_files.facts() | facts,
         make_engine=make_engine,
         outside=outside,
     )

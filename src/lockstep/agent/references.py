@@ -68,7 +68,7 @@ def find(reference: str, *, setting: str) -> Any:
     place, colon, name = reference.rpartition(":")
     if not colon or not place or not name:
         raise ConfigError(f"{where}: expected FILE.py:NAME or PACKAGE.MODULE:NAME.")
-    module = _imported(place, where)
+    module = imported(place, where=where)
     found = _attribute(module, name)
     if found is None:
         public = [known for known in vars(module) if not known.startswith("_")]
@@ -93,10 +93,11 @@ def _attribute(module: ModuleType, path: str) -> Any:
     return found
 
 
-def _imported(place: str, where: str) -> ModuleType:
+def imported(place: str, *, where: str) -> ModuleType:
+    """The module of a user's FILE.py, or of that name. where: begins the text of ConfigError."""
     file = Path(place).resolve() if place.endswith(".py") else None
     if file is not None and not file.is_file():
-        raise ConfigError(f"{where}: there is no file {place} in {Path.cwd()}.")
+        raise ConfigError(f"{where}: there is no such file: {place}, from {Path.cwd()}.")
     main = sys.modules["__main__"]
     if file is not None and Path(getattr(main, "__file__", None) or "").resolve() == file:
         return main

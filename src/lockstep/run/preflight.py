@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -126,6 +126,12 @@ class Numerics:
     """True if the contract true-on-policy holds."""
     line: str
     """The promise for a person to read, or why there is none."""
+
+    def facts(self) -> dict[str, Any]:
+        """The entries of a run's environment.json."""
+        contract = TRUE_ON_POLICY if self.is_kept else "none"
+        fingerprint = asdict(self.fingerprint)
+        return {"contract": contract, "numerics": self.line, "fingerprint": fingerprint}
 
 
 def preflight(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from lockstep.observe.alarms import Health, mismatch_alarm, policy_rows, spells
 from lockstep.observe.live import RunHeader, View, ViewKind, open_view
 from lockstep.observe.loggers import Loggers
 from lockstep.observe.metrics import is_step_row
-from lockstep.ops.contract import TRUE_ON_POLICY
 from lockstep.report.document import write_report
 from lockstep.run.build import Parts, SharedBase, recipe_of, resolve_device, tokenizer_of
 from lockstep.run.evaluation import Tester
@@ -153,7 +152,9 @@ class TrainingRun:
         header. origin: the checkpoint of another run that this one began with."""
         model = self.model_files.model
         if self.directory is not None:
-            self.directory.add_facts(self._numerics())
+            world = 1 if self.ranks is None else self.ranks.world
+            facts = {"is_one_process": self.is_one_process, "processes": world}
+            self.directory.add_facts(facts | self.parts.numerics.facts())
             if options.monitor is not None:
                 self.monitor = options.monitor(
                     self.config,
@@ -169,17 +170,6 @@ class TrainingRun:
         elif origin is not None:
             self.restore_origin(origin)
         self.view.start(self.header())
-
-    def _numerics(self) -> dict[str, Any]:
-        """How sampler and trainer compute."""
-        numerics = self.parts.numerics
-        return {
-            "is_one_process": self.is_one_process,
-            "contract": TRUE_ON_POLICY if numerics.is_kept else "none",
-            "numerics": numerics.line,
-            "fingerprint": asdict(numerics.fingerprint),
-            "processes": 1 if self.ranks is None else self.ranks.world,
-        }
 
     # -- engine and trainer ---------------------------------------------------------------------
 

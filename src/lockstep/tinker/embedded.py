@@ -3,10 +3,10 @@ and one engine per base that samples all adapters in one batch, here or outside.
 
 Training runs in a thread of its own, one request at a time; the engines run in the event loop.
 
-An engine outside (vLLM, SGLang, replicas of the embedded engine) has weights of its own. Adapters lie
-beside its model, by name. A whole model (rank 0) takes the place of the base, by turns with all other
-samplers. What is pushed is verified as in training: once with a change that cannot be missed, and
-after every push by the log-probs of a probe.
+An engine outside (vLLM, SGLang, replicas of the embedded engine) has weights of its own. Adapters
+lie beside its model, by name. A whole model (rank 0) takes the place of the base, by turns with all
+other samplers. The server verifies pushed weights as training does: once with a change that cannot
+be missed, and after every push by the log-probs of a probe.
 """
 
 from __future__ import annotations

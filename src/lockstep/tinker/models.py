@@ -1,5 +1,5 @@
-"""Models in training: the requests of one in the order of their numbers, its state and recovery, and
-how clients make models and ask them for work."""
+"""Models in training: the requests of one in order, its state and its recovery, and how clients
+make models and ask them for work."""
 
 from __future__ import annotations
 

@@ -242,7 +242,7 @@ def test_what_is_no_function_is_refused():
     refused("tools must be a list of functions", tools=add)
     refused("expected a function, found", reward=f"{__name__}:ROWS")
     refused("has no 'rewrad'. Did you mean 'reward'", reward=f"{__name__}:rewrad")
-    refused("there is no file nowhere.py", reward="nowhere.py:reward")
+    refused("there is no such file: nowhere.py", reward="nowhere.py:reward")
     refused("expected FILE.py:NAME or PACKAGE.MODULE:NAME", reward="reward")
 
 
