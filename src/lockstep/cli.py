@@ -207,11 +207,8 @@ def _train(options: argparse.Namespace) -> int:
         text = form + "\n".join(f"# {line}" for line in lines)
         _print(options, {"config": to_dict(config), "plan": lines}, text)
         return OK
-    out = own.get("out") or run
-    outcome = lockstep.train(
-        config, out=out, resume=run is not None, start=start, view=_view(options)
-    )
-    return _finish(outcome, options)
+    how = {"out": own.get("out") or run, "resume": run is not None, "view": _view(options)}
+    return _finish(lockstep.train(config, start=start, **how), options)
 
 
 def _train_side_by_side(
@@ -341,10 +338,8 @@ def _sft(options: argparse.Namespace) -> int:
             deque(islice(rows, config.sft.steps * config.sft.rows_per_step), maxlen=0)
         print(dumps(config), end="")
         return OK
-    ended = lockstep.train_supervised(
-        config, out=own.get("out") or run, resume=run is not None, view=_view(options)
-    )
-    return _finish(ended, options)
+    how = {"out": own.get("out") or run, "resume": run is not None, "view": _view(options)}
+    return _finish(lockstep.train_supervised(config, **how), options)
 
 
 def _eval(options: argparse.Namespace) -> int:
@@ -623,9 +618,7 @@ def _training_config(
     if fork and target is None:
         config = from_settings(Config, load_run(fork[0]).config, settings)
     elif target is None:
-        raise ConfigError(
-            "which recipe? For example: lockstep train quickstart. `lockstep recipes` lists them."
-        )
+        raise ConfigError("which recipe, as in lockstep train quickstart? See lockstep recipes.")
     elif path is not None:
         config = read_config(path, settings)
     else:
@@ -782,11 +775,8 @@ def _show_settings(options: argparse.Namespace, find: Callable[[str], T], cls: t
     for section in wanted:
         if not any(name == section or name.startswith(f"{section}.") for name in known):
             raise ConfigError(f"there is no section {section}.{did_you_mean(section, sections)}")
-    rows = [
-        row
-        for row in rows
-        if not wanted or any(f"{row[0]}.".startswith(f"{section}.") for section in wanted)
-    ]
+    begins = tuple(f"{section}." for section in wanted) or ("",)
+    rows = [row for row in rows if f"{row[0]}.".startswith(begins)]
     keys = ("path", "type", "value", "about")
     lines: list[str] = []
     for section, members in groupby(rows, key=lambda row: row[0].partition(".")[0]):

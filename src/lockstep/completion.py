@@ -26,9 +26,8 @@ def candidates(words: Sequence[str], flags: Mapping[str, Sequence[str]]) -> list
     ['serve ']
     """
     *before, last = words
-    recipes: Mapping[str, Any] = {"train": RECIPES, "sft": SUPERVISED_RECIPES}.get(
-        before[0] if before else "", {}
-    )
+    verbs: Mapping[str, Mapping[str, Any]] = {"train": RECIPES, "sft": SUPERVISED_RECIPES}
+    recipes = verbs.get(before[0], {}) if before else {}
     target = next((word for word in before[1:] if word in recipes), "")
     if not before:
         found = [f"{verb} " for verb in flags]

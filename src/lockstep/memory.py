@@ -276,9 +276,8 @@ def plan_memory(facts: PlanFacts) -> MemoryPlan:
     whole = num_elements(shapes) * facts.a
     if facts.has_reference and facts.lora is None:
         device["reference policy"] = facts.sharded(whole)
-    device["teachers"] = sum(
-        num_elements(decoder_shapes(teacher)) * facts.a for teacher in facts.teachers
-    )
+    teachers = map(decoder_shapes, facts.teachers)
+    device["teachers"] = facts.a * sum(map(num_elements, teachers))
     if engine is not None and (
         engine.replicas == 0 or engine.share_device or facts.device == "cpu"
     ):

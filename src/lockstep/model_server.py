@@ -77,9 +77,8 @@ class SessionStore:
             try:
                 self.write()
             except RunError as error:
-                raise Refusal(
-                    503, "not_stored", f"{error} They are kept, and tried again."
-                ) from error
+                text = f"{error} They are kept, and tried again."
+                raise Refusal(503, "not_stored", text) from error
 
     def write(self) -> None:
         """Raises RunError if the disk does not take them."""

@@ -294,10 +294,10 @@ def columns_table() -> str:
 
 
 def fields_table(dialect: str) -> str:
-    from lockstep.agent.gateway import fields
+    from lockstep.agent.gateway.fields import FIELDS
 
     order = ("honoured", "accepted", "ignored", "refused")
-    found = getattr(fields, dialect.upper()).items()
+    found = FIELDS[dialect].items()
     rows = []
     for name, spec in sorted(found, key=lambda f: order.index(f[1].treatment)):
         neutral = ", ".join(f"`{json.dumps(value)}`" for value in spec.neutral)

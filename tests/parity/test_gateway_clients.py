@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from gateways import MODEL, Gateway, says
 
-from lockstep.agent.gateway import fields
 from lockstep.agent.gateway.config import GatewayConfig
+from lockstep.agent.gateway.fields import FIELDS
 from lockstep.errors import EngineDownError
 from lockstep.types import Message
 
@@ -262,21 +262,21 @@ def test_every_field_that_the_clients_can_send_is_in_the_tables():
 
     for table, kinds in (
         (
-            fields.CHAT,
+            FIELDS["chat"],
             (
                 chat_params.CompletionCreateParamsNonStreaming,
                 chat_params.CompletionCreateParamsBase,
             ),
         ),
         (
-            fields.RESPONSES,
+            FIELDS["responses"],
             (
                 responses_params.ResponseCreateParamsNonStreaming,
                 responses_params.ResponseCreateParamsBase,
             ),
         ),
         (
-            fields.MESSAGES,
+            FIELDS["messages"],
             (
                 anthropic_params.MessageCreateParamsNonStreaming,
                 anthropic_params.MessageCreateParamsBase,
@@ -285,4 +285,4 @@ def test_every_field_that_the_clients_can_send_is_in_the_tables():
     ):
         names = {name for kind in kinds for name in kind.__annotations__}
         assert len(names) > 10
-        assert names - set(table) - set(fields.OTHERS) == set()
+        assert names - set(table) - set(FIELDS["others"]) == set()

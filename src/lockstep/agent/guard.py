@@ -15,7 +15,6 @@ import sysconfig
 import traceback
 import types
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -24,7 +23,7 @@ import numpy as np
 
 import lockstep.types
 from lockstep.agent.environment import Observation, Score
-from lockstep.agent.tasks import seed_globals
+from lockstep.agent.tasks import made_anew, seed_globals
 from lockstep.errors import RolloutError, named, shortened
 from lockstep.launch.event_loop import VISITED, VisitedTask, is_interrupt, own_context
 from lockstep.launch.process_state import Visit, put_back
@@ -251,10 +250,7 @@ def checked_messages(found: Any) -> tuple[Message, ...]:
     for message in _listed(found, "messages"):
         if not isinstance(message, Message):
             raise Unusable(f"returned {shortened(message)} among its messages; expected a Message")
-        # Made anew: a subclass, or a field that was set by force, has not been checked.
-        plain.append(
-            Message(**{each.name: getattr(message, each.name) for each in fields(Message)})
-        )
+        plain.append(made_anew(message, Message))
     return tuple(plain)
 
 

@@ -166,10 +166,8 @@ def _said(error: ValidationError, where: str, path: Iterable[str | int]) -> str:
             unknown = next(key for key in found if key not in known)
             return f"{where} has an unknown key {unknown!r}; known: {', '.join(known) or '-'}"
         case "anyOf" | "oneOf" if error.context:
-            problems = dict.fromkeys(
-                _said(each, where, each.relative_path) for each in error.context
-            )
-            return ", or ".join(problems)
+            problems = (_said(each, where, each.relative_path) for each in error.context)
+            return ", or ".join(dict.fromkeys(problems))
     return f"{where} does not fit: {error.message[:200]}"
 
 
@@ -205,9 +203,8 @@ def _invalid(schema: Any) -> str:
 
 def _references(schema: Any) -> Iterator[str]:
     if isinstance(schema, Mapping):
-        yield from (
-            schema[name] for name in ("$ref", "$dynamicRef") if isinstance(schema.get(name), str)
-        )
+        found = [schema.get(name) for name in ("$ref", "$dynamicRef")]
+        yield from (each for each in found if isinstance(each, str))
         schema = list(schema.values())
     if isinstance(schema, list):
         for part in schema:

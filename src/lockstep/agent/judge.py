@@ -122,9 +122,8 @@ class JudgeScorer(ScorerConfig):
         question = self._question(task, answer, dialogue)
         counters: Counter[str] = Counter()
         started = time.monotonic()
-        grades = await asyncio.gather(
-            *(self._grade(question, counters) for _ in range(self.samples))
-        )
+        gradings = (self._grade(question, counters) for _ in range(self.samples))
+        grades = await asyncio.gather(*gradings)
         counted: dict[str, float] = {**counters, "judge/seconds": time.monotonic() - started}
         if len(grades) > 1:
             counted["judge/spread"] = max(grades) - min(grades)

@@ -321,9 +321,8 @@ class _Episode:
         problem: Exception | None = None
         was_asking: list[bool] = []
         # At the limit, before the guard cuts the agent off and it asks for nothing any more.
-        watch = asyncio.get_running_loop().call_later(
-            limit, lambda: was_asking.append(session.is_busy)
-        )
+        loop = asyncio.get_running_loop()
+        watch = loop.call_later(limit, lambda: was_asking.append(session.is_busy))
         try:
             self.given_score = await guarded(
                 partial(harness.run, task, endpoint), seconds=limit, setting="agent.max_seconds"

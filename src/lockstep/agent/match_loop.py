@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -19,7 +19,6 @@ from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.guard import CLOSE_SECONDS, checked_messages, described, guarded
 from lockstep.agent.loop import EpisodeSlots, RolloutOptions, play_episode
 from lockstep.agent.match import Match, OutOfBudget
-from lockstep.agent.rescoring import Rescorer
 from lockstep.agent.tasks import derive_seed
 from lockstep.agent.turns import Budget, Policy
 from lockstep.errors import DataError, RolloutError, shortened
@@ -47,15 +46,7 @@ async def collect_matches(
     slots = options.slots or EpisodeSlots()
 
     async def work(task: Task, name: str, seed: int) -> list[Trajectory]:
-        table = _RunningMatch(
-            seats=seats,
-            task=task,
-            id=name,
-            seed=seed,
-            budget=budget,
-            priority=options.order,
-            rescorer=options.rescorer,
-        )
+        table = _RunningMatch(seats, task, budget, options, id=name, seed=seed)
         async with slots:
             played = await table.play(make_match)
         options.on_progress(played[0])
@@ -135,17 +126,17 @@ class _Player(Environment):
         self.end(RolloutError(f"the episode of {self.name} failed"))
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False)
 class _RunningMatch:
     """One match in the making."""
 
     seats: Mapping[str, Policy]
     task: Task
+    budget: Budget
+    options: RolloutOptions
+    _: KW_ONLY
     id: str
     seed: int
-    budget: Budget
-    priority: Callable[[], int]
-    rescorer: Rescorer | None
     match: Match = field(init=False)
     conversations: asyncio.TaskGroup = field(init=False)
     players: dict[tuple[str, int], _Player] = field(default_factory=dict[tuple[str, int], _Player])
@@ -225,11 +216,11 @@ class _RunningMatch:
         of_seat = self.seats[seat]
         trajectory = Trajectory(id=f"{self.id}/{player.name}", task_id=self.task.id)
         await play_episode(
-            of_seat.sampler(trajectory, self.budget, priority=self.priority),
+            of_seat.sampler(trajectory, self.budget, priority=self.options.order),
             player,
             self.task,
             seed=derive_seed(self.seed, player.name),
-            rescorer=None if of_seat.name else self.rescorer,
+            rescorer=None if of_seat.name else self.options.rescorer,
         )
         trajectory.seat, trajectory.policy = seat, of_seat.name
         return trajectory

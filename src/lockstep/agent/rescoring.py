@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lockstep.agent.background import Background
 from lockstep.engines.base import Engine, Scores
 from lockstep.errors import EngineError
 from lockstep.types import Distribution, Int32Array, Rescorings, Trajectory
@@ -52,7 +53,7 @@ class Rescorer:
         self._draw = np.random.default_rng(seed)
         self._waiting: list[tuple[int, float, _Turn]] = []
         """A heap: the fewest scorings first, then as drawn."""
-        self._running: set[asyncio.Task[None]] = set()
+        self._running = Background()
         self._is_dispatching = False
         self._num_left: Counter[str] = Counter()
         """Trajectory -> its turns that are not done."""
@@ -95,10 +96,7 @@ class Rescorer:
     async def close(self) -> None:
         """Gives up whatever is not done."""
         self._waiting.clear()
-        running = list(self._running)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await self._running.cancel()
 
     # -- one scoring --------------------------------------------------------------------------
 
@@ -117,9 +115,7 @@ class Rescorer:
         least = max(1, most // 2) if most == self._max_in_flight else 1
         width = int(self._draw.integers(least, most + 1)) if most else 0
         while self._waiting and len(self._running) < width:
-            turn = heapq.heappop(self._waiting)[2]
-            task = asyncio.get_running_loop().create_task(self._score(turn))
-            self._running.add(task)
+            self._running.start(self._score(heapq.heappop(self._waiting)[2]))
 
     async def _score(self, turn: _Turn) -> None:
         if turn.is_dropped or not turn.is_by(self._engine.version):

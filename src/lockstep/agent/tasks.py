@@ -105,10 +105,14 @@ class FilteredSource(TaskSource):
         raise StopIteration
 
 
+def made_anew(found: Any, kind: type[T]) -> T:
+    """A checked value of a dataclass: a subclass, or a field that was set by force, is not."""
+    return kind(**{each.name: getattr(found, each.name) for each in fields(kind)})  # type: ignore
+
+
 def _as_task(found: Any) -> Task:
-    """Made anew: a subclass, or a field that was set by force, has not been checked."""
     if isinstance(found, Task):
-        return Task(**{each.name: getattr(found, each.name) for each in fields(Task)})
+        return made_anew(found, Task)
     shown = shortened(found)
     return Task(id=shown, problem=f"the source of tasks gave {shown}; expected a Task")
 
@@ -156,14 +160,8 @@ class ListSource(TaskSource):
         cls, tasks: Sequence[Task], *, split: Literal["train", "eval"], seed: int, name: str
     ) -> ListSource:
         """Endless and shuffled for training; one pass in order for evaluation."""
-        is_train = split == "train"
-        return cls(
-            tasks,
-            seed=seed,
-            shuffle=is_train,
-            epochs=None if is_train else 1,
-            name=f"{name} ({split})",
-        )
+        is_train, name = split == "train", f"{name} ({split})"
+        return cls(tasks, seed=seed, shuffle=is_train, epochs=None if is_train else 1, name=name)
 
     def __len__(self) -> int:
         """Number of tasks in one epoch."""

@@ -199,12 +199,8 @@ class TurnSampler:
     def _request(
         self, prompt: Prompt, sampling: SamplingParams, *, name: str, seed: int
     ) -> Request:
-        limit = min(
-            sampling.max_tokens,
-            self.budget.max_turn_tokens,
-            self.max_tokens - len(prompt.ids),
-        )
-        if limit != sampling.max_tokens:
+        limit = min(self.budget.max_turn_tokens, self.max_tokens - len(prompt.ids))
+        if limit < sampling.max_tokens:
             sampling = replace(sampling, max_tokens=limit)
         routes_from = 0
         if sampling.record_routes and prompt.parent is not None:
@@ -267,13 +263,14 @@ class TurnSampler:
 
         Raises EngineError for an impossible reply, or if even the abort is not answered.
         """
-        deltas = self.engine.generate(request)
-        loop = asyncio.get_running_loop()
+        deltas, loop = self.engine.generate(request), asyncio.get_running_loop()
         remaining = max(0.0, deadline - time.monotonic())
         aborts: list[asyncio.Task[None]] = []
-        timer = loop.call_later(
-            remaining, lambda: aborts.append(loop.create_task(self._abort(request.id)))
-        )
+
+        def abort() -> None:
+            aborts.append(loop.create_task(self._abort(request.id)))
+
+        timer = loop.call_later(remaining, abort)
         pieces: list[Delta] = []
         part: list[Delta] = []
         last: Delta | None = None

@@ -182,9 +182,8 @@ class _Builder:
             is_merged = self._is_merged(engine)
             numerics = with_engine(config.contract, engine, numerics, model, is_merged=is_merged)
         if ranks is not None:
-            ranks.check_same(
-                {"numerics": numerics.fingerprint.text if numerics.is_kept else "none"}
-            )
+            promise = numerics.fingerprint.text if numerics.is_kept else "none"
+            ranks.check_same({"numerics": promise})
         self._check_engine(engine)
         mesh = ranks.mesh() if ranks is not None and config.parallel.shard else None
         load = partial(load_model, config, model_files, mesh=mesh, ops=model.ops)
@@ -273,10 +272,7 @@ class _Builder:
     def _publisher(self, context: EngineContext, engine: Engine, trainer: Trainer) -> Publisher:
         from lockstep.sync.publisher import Publisher
 
-        config, place = (
-            self.config,
-            None if context.scratch is None else context.scratch / "weights",
-        )
+        config, place = self.config, context.scratch and context.scratch / "weights"
         if config.sync.directory:
             place = Path(config.sync.directory).expanduser() / context.run
         left_out = self.model_files.renderer.tokenizer.control_ids

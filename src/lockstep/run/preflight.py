@@ -631,9 +631,8 @@ def _check_first_prompt(config: Config, model_files: ModelFiles, task: Any) -> N
     except LockstepError:
         raise
     except Exception as error:
-        raise RolloutError(
-            f"the prompt of task {task.id} cannot be had: {described(error)}"
-        ) from error
+        text = f"the prompt of task {task.id} cannot be had: {described(error)}"
+        raise RolloutError(text) from error
     if size + 1 >= config.max_tokens:
         raise ConfigError(
             f"the prompt of task {task.id} has {size} tokens and max_tokens={config.max_tokens}: "

@@ -124,11 +124,9 @@ def _by_seat(groups: Sequence[Group], rows: Sequence[Sample]) -> dict[str, float
                 np.concatenate([r.columns[name][r.loss_mask] for r in of_seat])
                 for name in ("logprobs", "rollout_logprobs")
             )
-            found = measure(trainer, rollout).to_metrics(f"mismatch/by_seat/{seat}", by_part=False)
-            row |= {
-                f"mismatch/by_seat/{seat}/{k}": found[f"mismatch/by_seat/{seat}/{k}"]
-                for k in SEAT_FIGURES
-            }
+            name = f"mismatch/by_seat/{seat}"
+            found = measure(trainer, rollout).to_metrics(name, by_part=False)
+            row |= {f"{name}/{k}": found[f"{name}/{k}"] for k in SEAT_FIGURES}
     return row
 
 

@@ -107,11 +107,8 @@ class TrainingRun:
         self.health = Health(flatten(to_dict(config)))
         tasks = FirstPrompts(config, self.parts.renderer).tasks("train")
         if config.signal.order == "expected":
-            tasks = self.difficulty = DifficultySource(
-                tasks,
-                label=config.task.label,
-                seed=config.seed,
-            )
+            self.difficulty = DifficultySource(tasks, label=config.task.label, seed=config.seed)
+            tasks = self.difficulty
         self.buffer = Buffer(
             tasks=tasks,
             num_tasks=config.groups_per_step,
@@ -297,11 +294,8 @@ class TrainingRun:
                 f"{num_missing:.0f} of {config.groups_per_step} groups had no signal after "
                 f"{config.signal.max_extra_tasks} more tasks (signal.on_shortage)"
             )
-        if 0 < config.trainer.max_skipped_steps <= self.num_skipped_steps:
-            return (
-                f"{self.num_skipped_steps} steps in a row made no update "
-                "(trainer.max_skipped_steps)"
-            )
+        if 0 < config.trainer.max_skipped_steps <= (num := self.num_skipped_steps):
+            return f"{num} steps in a row made no update (trainer.max_skipped_steps)"
         return ""
 
     # -- checkpoints ----------------------------------------------------------------------------

@@ -58,8 +58,7 @@ class Sessions:
         session = self.known.get(session_id)
         if session is None:
             raise not_found(
-                f"session {session_id[:80]!r} is not known to this server. Make another "
-                "ServiceClient."
+                f"session {session_id[:80]!r} is not known. Make another ServiceClient."
             )
         if session.ended:
             raise TinkerError(

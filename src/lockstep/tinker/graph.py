@@ -151,20 +151,15 @@ class GraphLoss:
         """Raises TinkerError unless the datum has each input with its declared rank. The log-probs
         have the rank of its target_tokens."""
         num_dims = datum.inputs[TARGETS].ndim
-        if self.ranks[LOGPROBS] != num_dims:
-            raise wrong_input(
-                index,
-                "target_tokens",
-                f"it has {num_dims} dimensions, and the loss {self.name} declared logprobs with "
-                f"rank {self.ranks[LOGPROBS]}",
-            )
+        if (rank := self.ranks[LOGPROBS]) != num_dims:
+            text = f"it has {num_dims} dimensions, and the loss {self.name} declared logprobs with "
+            raise wrong_input(index, TARGETS, f"{text}rank {rank}")
         for name, rank in [*self.ranks.items()][1:]:
             values = datum.inputs.get(name)
             if values is None or values.ndim != rank:
                 found = "it is missing" if values is None else f"it has {values.ndim} dimensions"
-                raise wrong_input(
-                    index, name, f"{found}, and the loss {self.name} declared it with rank {rank}"
-                )
+                text = f"{found}, and the loss {self.name} declared it with rank {rank}"
+                raise wrong_input(index, name, text)
 
     def columns_of(self, data: Sequence[Datum]) -> dict[str, npt.NDArray[np.float32]]:
         """None: each datum is read by itself, as its inputs may have any shape."""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -66,7 +66,6 @@ class Accepted:
 class Session:
     """One client."""
 
-    KIND: ClassVar[str] = "session"
     id: str
     created: float
     ended: str = ""
@@ -80,7 +79,6 @@ class Session:
 class Trained:
     """One model in training: a training run in the words of the wire."""
 
-    KIND: ClassVar[str] = "model"
     id: str
     session: str
     spec: dict[str, Any]
@@ -101,7 +99,6 @@ class Trained:
 class Sampler:
     """One sampling session."""
 
-    KIND: ClassVar[str] = "sampler"
     id: str
     session: str
     base_model: str = ""
@@ -121,7 +118,6 @@ class Sampler:
 class Checkpoint:
     """Weights with a path."""
 
-    KIND: ClassVar[str] = "checkpoint"
     id: str
     """The path, tinker://MODEL/weights/NAME or .../sampler_weights/NAME."""
     spec: dict[str, Any]
@@ -142,7 +138,6 @@ class Checkpoint:
 class UploadedLoss:
     """A custom loss that was uploaded."""
 
-    KIND: ClassVar[str] = "loss"
     id: str
     session: str
     body: dict[str, Any]
@@ -206,15 +201,16 @@ class Journal:
     def put(self, record: Record) -> None:
         self._db.execute(
             "INSERT OR REPLACE INTO records VALUES (?, ?, ?)",
-            (record.KIND, record.id, json.dumps(dataclasses.asdict(record))),
+            (type(record).__name__, record.id, json.dumps(dataclasses.asdict(record))),
         )
 
     def remove(self, record: Record) -> None:
-        self._db.execute("DELETE FROM records WHERE kind = ? AND id = ?", (record.KIND, record.id))
+        place = type(record).__name__, record.id
+        self._db.execute("DELETE FROM records WHERE kind = ? AND id = ?", place)
 
     def all(self, kind: type[R]) -> dict[str, R]:
         """Id -> record, in the order of creation where there is a time."""
-        rows = self._db.execute("SELECT value FROM records WHERE kind = ?", (kind.KIND,))
+        rows = self._db.execute("SELECT value FROM records WHERE kind = ?", (kind.__name__,))
         found = [kind(**json.loads(value)) for (value,) in rows]
         found.sort(key=lambda record: getattr(record, "created", 0.0))
         return {record.id: record for record in found}

@@ -244,9 +244,7 @@ class TinkerRun:
         name = body.get("path") or f"{request.seq_id:06}"
         path = path_of(self.record.id, "weights", name)
         if self._store.has(path) and not body.get("overwrite"):
-            raise TinkerError(
-                f"{path} exists. Save under another name, or with overwrite=True, or delete it."
-            )
+            raise TinkerError(f"{path} exists. Take another name or overwrite=True, or delete it.")
         return await self._save(request, path, body, with_optimizer=True)
 
     async def _do_save_weights_for_sampler(self, request: Accepted) -> Done:
@@ -511,10 +509,8 @@ class Models:
 
     def submit(self, body: Value, kind: str) -> dict[str, Any]:
         """Accepts a request other than forward_backward. kind: `optim_step`, `save_weights`, ..."""
-        run = self.run(body["model_id"].text())
-        return self._submit(
-            run, kind, wire.whole_number(body["seq_id"], 1), wire.canonical(body), body
-        )
+        run, seq_id = self.run(body["model_id"].text()), wire.whole_number(body["seq_id"], 1)
+        return self._submit(run, kind, seq_id, wire.canonical(body), body)
 
     def unload(self, body: Value) -> dict[str, Any]:
         run = self.run(body["model_id"].text())
@@ -560,10 +556,8 @@ class Models:
         """The body as the run executes it. is_new: False for a body that was accepted before.
         Raises Refusal."""
         if kind == "forward_backward":
-            substitute = self._resources.config.substitute
-            asked = wire.forward_backward_of(
-                body, run.base, find_loss=self._find_loss, substitute=substitute
-            )
+            how = {"find_loss": self._find_loss, "substitute": self._resources.config.substitute}
+            asked = wire.forward_backward_of(body, run.base, **how)
             return self._resources.origins.check(asked, is_new=is_new)
         if kind == "optim_step":
             return wire.optim_step_of(body)

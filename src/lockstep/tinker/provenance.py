@@ -19,15 +19,19 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.doctor.causes import CAUSES
+from lockstep.doctor.facts.values import rounded
 from lockstep.tinker.requests import TARGETS, Datum, Span
 from lockstep.types import Float32Array, Int32Array
+
+Array = npt.NDArray[Any]
+Bools = npt.NDArray[np.bool_]
 
 MAX_SHIFT = 4  # longest shift of tokens or log-probs that is tried
 NO_POLICY_LOSSES = ("cross_entropy", "custom")
 MAX_CANDIDATES = 256  # latest replies to one prompt that a datum without spans is compared with
 MIN_LINKS = 3  # equal log-probs that tell one reply to a prompt from all others
 FORCED = -0.01  # log-probs above it are of tokens that every model draws, with few values
-DECIMALS = (2, 3, 4, 5, 6)  # decimals that programs round log-probs to
+GRIDS = ("float16", "bfloat16", *"23456")  # dtypes and decimals that programs round to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -186,7 +190,7 @@ def trace_datum(
     return Provenance(status=status, versions=versions, cause=cause, position=position, text=text)
 
 
-def _first_foreign(runs: list[_Run], is_trained: npt.NDArray[np.bool_]) -> int | None:
+def _first_foreign(runs: list[_Run], is_trained: Bools) -> int | None:
     """The first trained target that is in no run."""
     is_foreign = is_trained.copy()
     for run in runs:
@@ -229,7 +233,7 @@ def _why_foreign(datum: Datum, at: int, others: list[_Run]) -> str:
 # -- comparing -------------------------------------------------------------------------------------
 
 
-def _compare_span(ids: npt.NDArray[Any], begin: int, span: Span, drawn: Drawn) -> None:
+def _compare_span(ids: Array, begin: int, span: Span, drawn: Drawn) -> None:
     """Raises _Difference unless the ids equal the part of the sequence that the span names."""
     is_sampled = span.kind == "sampled"
     source = drawn.token_ids if is_sampled else drawn.prompt_ids
@@ -252,7 +256,7 @@ def _compare_span(ids: npt.NDArray[Any], begin: int, span: Span, drawn: Drawn) -
         raise _Difference(begin + size, "after_stop" if is_sampled else "boundary", text)
 
 
-def _compare_runs(datum: Datum, runs: list[_Run], is_trained: npt.NDArray[np.bool_]) -> None:
+def _compare_runs(datum: Datum, runs: list[_Run], is_trained: Bools) -> None:
     """Raises _Difference for the first run that differs, or else for a sequence whose last tokens
     are in no run."""
     for run in runs:
@@ -266,7 +270,7 @@ def _compare_runs(datum: Datum, runs: list[_Run], is_trained: npt.NDArray[np.boo
             raise _Difference(at, "missing_final", text)
 
 
-def _compare_run(datum: Datum, run: _Run, is_trained: npt.NDArray[np.bool_]) -> None:
+def _compare_run(datum: Datum, run: _Run, is_trained: Bools) -> None:
     """Compares the context, the ids and the log-probs of one run of sampled targets."""
     drawn, here, recorded, begin = run.drawn, run.here, run.recorded, run.begin
     context = np.concatenate([drawn.prompt_ids, drawn.token_ids[: run.offset]])
@@ -295,7 +299,7 @@ def _compare_run(datum: Datum, run: _Run, is_trained: npt.NDArray[np.bool_]) -> 
         raise _Difference(begin + at, cause, text)
 
 
-def _compare_context(given: Int32Array, context: npt.NDArray[Any], run: _Run) -> None:
+def _compare_context(given: Int32Array, context: Array, run: _Run) -> None:
     """Raises _Difference unless the inputs before a run are the ids that it was drawn after."""
     size = min(len(context), len(given))
     at = _first(given[:size] != context[:size])
@@ -313,9 +317,7 @@ def _compare_context(given: Int32Array, context: npt.NDArray[Any], run: _Run) ->
         raise _Difference(run.begin, "duplicated_prompt" if is_repeated else "boundary", text)
 
 
-def _cause_of_logprobs(
-    given: npt.NDArray[Any], recorded: npt.NDArray[Any], is_trained: npt.NDArray[np.bool_]
-) -> str:
+def _cause_of_logprobs(given: Array, recorded: Array, is_trained: Bools) -> str:
     """The defect of [M] log-probs at the trained places of [length] recorded ones."""
     places = np.flatnonzero(is_trained)
     expected = recorded[places]
@@ -339,21 +341,15 @@ def _cause_of_logprobs(
     return "quantised" if _is_rounded(given, expected) else ""
 
 
-def _is_rounded(given: npt.NDArray[Any], expected: npt.NDArray[Any]) -> bool:
+def _is_rounded(given: Array, expected: Array) -> bool:
     """True if all log-probs are the recorded ones in float16 or bfloat16, or to some decimals."""
-    bits = expected.view(np.uint32)  # bfloat16 is the upper half, rounded to even
-    halves = (bits + (0x7FFF + ((bits >> 16) & 1))) & np.uint32(0xFFFF0000)
-    kinds = [expected.astype(np.float16).astype(np.float32), halves.view(np.float32)]
-    kinds += [np.round(expected, decimals).astype(np.float32) for decimals in DECIMALS]
-    return any(np.array_equal(given, kind) for kind in kinds)
+    return any(np.array_equal(given, rounded(expected, grid)) for grid in GRIDS)
 
 
 # -- finding ---------------------------------------------------------------------------------------
 
 
-def _find_runs(
-    datum: Datum, lookup: Lookup, index: DrawnIndex, is_trained: npt.NDArray[np.bool_]
-) -> list[_Run]:
+def _find_runs(datum: Datum, lookup: Lookup, index: DrawnIndex, is_trained: Bools) -> list[_Run]:
     """The sequences that a datum without spans was made of, by their prompts in its own tokens:
     replies that drew every sampled target, or else the best fit to each prompt."""
     logprobs = datum.inputs["logprobs"]
@@ -377,7 +373,7 @@ def _exact_runs(
     datum: Datum,
     prompts: list[tuple[int, list[str]]],
     lookup: Lookup,
-    places: npt.NDArray[np.bool_],
+    places: Bools,
 ) -> list[_Run] | None:
     """Whole replies with the datum's ids and log-probs that together drew all trained targets, or
     all sampled ones; None if there are none. A reply to a prompt may begin another reply to it, or
@@ -424,7 +420,7 @@ def _best_fit(
     begin: int,
     names: list[str],
     lookup: Lookup,
-    is_sampled: npt.NDArray[np.bool_],
+    is_sampled: Bools,
 ) -> _Run | None:
     """The one of some replies to a prompt that a datum has from target `begin` on, with a defect:
     the same ids up to the end of the sampled targets, or else the most of the log-probs. None if
@@ -455,7 +451,7 @@ def _best_fit(
     return best if is_clear else None
 
 
-def _has_logprobs_of(datum: Datum, run: _Run, is_trained: npt.NDArray[np.bool_]) -> bool:
+def _has_logprobs_of(datum: Datum, run: _Run, is_trained: Bools) -> bool:
     """True if the log-probs of a run that was found by its ids belong to the sequence, unchanged or
     with a known defect. Another server may have drawn the same ids."""
     given, places, recorded = datum.inputs["logprobs"][run.here], is_trained[run.here], run.recorded
@@ -467,12 +463,12 @@ def _has_logprobs_of(datum: Datum, run: _Run, is_trained: npt.NDArray[np.bool_])
     return is_equal or bool(_cause_of_logprobs(given[places], recorded, places))
 
 
-def _first(found: npt.NDArray[np.bool_]) -> int | None:
+def _first(found: Bools) -> int | None:
     """Index of the first True."""
     return int(np.argmax(found)) if found.any() else None
 
 
-def _shift_of(ids: npt.NDArray[Any], whole: npt.NDArray[Any], start: int) -> int:
+def _shift_of(ids: Array, whole: Array, start: int) -> int:
     """Number of places that `ids` have moved from whole[start:]; 0 if they have not."""
     for shift in _shifts():
         first, last = max(0, start + shift), start + shift + len(ids)

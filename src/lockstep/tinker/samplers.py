@@ -188,8 +188,9 @@ class Samplers:
         name, backend = sampler.directory, self._resources.backend
         place = None if name is None else self._resources.store.directory / name
         if place is not None and not place.is_dir():
+            path = sampler.model_path
             raise TinkerError(
-                f"the weights of sampling session {sampler.id} ({sampler.model_path}) were deleted."
+                f"the weights of sampling session {sampler.id} ({path}) were deleted."
             )
         await backend.open_sampler(sampler.id, sampler.base_model, place, version=sampler.version)
 

@@ -17,27 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.agent.gateway.exchange import Refusal
-from lockstep.agent.gateway.listener import BodyTooLarge, Listener, Site
+from lockstep.agent.gateway.listener import BodyTooLarge, Listener, Site, web
 from lockstep.agent.gateway.page import section
 from lockstep.agent.gateway.reading import Value, parsed
-from lockstep.errors import MissingExtraError
 from lockstep.tinker.futures import Reply
 from lockstep.tinker.requests import TinkerError, not_found
 from lockstep.tinker.service import TinkerService
 from lockstep.tinker.wire import PROTOBUF, unpack_zstd
 from lockstep.tinker_config import client_key
 
-try:
-    from aiohttp import web
-except ImportError:  # pragma: no cover
-    raise MissingExtraError.of("aiohttp", extra="tinker", needed_for="Tinker's API") from None
-
 LOGGER = logging.getLogger(__name__)
 
 PREFIX = "/api/v1"
-ROUTES: dict[str, dict[str, Any]] = tomllib.loads(
-    Path(__file__).with_name("routes.toml").read_text("utf-8")
-)
+_TABLES = Path(__file__).with_name("routes.toml").read_text("utf-8")
+ROUTES: dict[str, dict[str, Any]] = tomllib.loads(_TABLES)
 
 Answer = Callable[..., Any]
 """(body, variable parts of the path by name) -> JSON or a Reply, perhaps awaitable."""

@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.agent.background import Background
 from lockstep.agent.gateway.reading import Value
 from lockstep.errors import RunError
 from lockstep.tinker.checkpoints import SCHEME, SEGMENTS, check_ttl
@@ -69,7 +70,7 @@ class TinkerService:
         self.samplers = Samplers(resources)
         self.models = Models(resources, self.samplers)
         self.listings = Listings(resources, self.models)
-        self._background: set[asyncio.Task[None]] = set()
+        self._background = Background()
 
     # -- life -------------------------------------------------------------------------------------
 
@@ -90,8 +91,8 @@ class TinkerService:
         self.models.start()
         for session in self.sessions.known.values():
             if session.ended:  # the last process may have been killed while it freed the memory
-                self._spawn(self._free(session))
-        self._spawn(self._sweep())
+                self._background.start(self._free(session))
+        self._background.start(self._sweep())
 
     def _resume(self, request: Accepted) -> None:
         """Goes on with a request that a process accepted before it ended."""
@@ -105,16 +106,10 @@ class TinkerService:
 
     async def close(self) -> None:
         """Stops at once; the journal keeps waiting requests. The backend stays open."""
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, self.samplers.stop(), return_exceptions=True)
+        await self._background.cancel()
+        await self.samplers.stop()
         await asyncio.gather(*(run.stop() for run in self.models.runs.values()))
         self.journal.close()
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
     async def _sweep(self) -> None:
         due = 0.0
@@ -154,7 +149,7 @@ class TinkerService:
     def _end(self, session: Session, reason: str) -> None:
         """Frees the memory of a session. Its checkpoints stay."""
         self.sessions.end(session, reason)
-        self._spawn(self._free(session))
+        self._background.start(self._free(session))
 
     async def _free(self, session: Session) -> None:
         await self.models.end(session.id, session.ended)

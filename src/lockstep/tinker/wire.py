@@ -46,6 +46,8 @@ except ImportError as error:  # pragma: no cover
         (error.name or "protobuf").partition(".")[0], extra="tinker", needed_for="Tinker's API"
     ) from None
 
+Array = npt.NDArray[Any]
+
 PROTOBUF = "application/x-protobuf"
 
 MAX_VALUES = 2**26
@@ -91,7 +93,7 @@ def message(name: str) -> Any:
 
 
 def unpack_zstd(raw: bytes, limit: int) -> bytes:
-    """Undoes `Content-Encoding: zstd`; at most `limit` bytes. Raises ValueError."""
+    """Undoes `Content-Encoding: zstd`, up to `limit` bytes. Raises ValueError."""
     try:
         return zstandard.ZstdDecompressor().stream_reader(raw).read(limit)
     except zstandard.ZstdError as error:
@@ -233,8 +235,8 @@ def _datum(found: Any, where: str, base: BaseModel, *, is_custom: bool) -> Datum
 
 def _check_input(
     name: str,
-    values: npt.NDArray[Any],
-    targets: npt.NDArray[Any],
+    values: Array,
+    targets: Array,
     num: int,
     where: str,
     is_custom: bool,
@@ -285,7 +287,7 @@ def _no_text(where: str, kind: str | None) -> TinkerError:
     )
 
 
-def _check_ids(ids: npt.NDArray[Any], where: str, base: BaseModel) -> None:
+def _check_ids(ids: Array, where: str, base: BaseModel) -> None:
     wrong = (ids < 0) | (ids >= base.vocab_size)
     if wrong.any():
         place = np.argwhere(wrong)[0].tolist()
@@ -298,7 +300,7 @@ def _check_ids(ids: npt.NDArray[Any], where: str, base: BaseModel) -> None:
 _DTYPES = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4"), 4: np.dtype("<u2")}
 
 
-def _tensor_of(tensor: Any, where: str) -> npt.NDArray[Any]:
+def _tensor_of(tensor: Any, where: str) -> Array:
     """Reads a tensor: floats become float32, whole numbers int64; sparse ones become dense."""
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
@@ -322,16 +324,14 @@ def _tensor_of(tensor: Any, where: str) -> npt.NDArray[Any]:
     return _from_csr((crow, col, values), shape, where, pad=0)
 
 
-def _dense(values: npt.NDArray[Any], shape: list[int], where: str) -> Any:
+def _dense(values: Array, shape: list[int], where: str) -> Any:
     shape = shape or [len(values)]
     if any(size < 0 for size in shape) or math.prod(shape) != len(values):
         raise invalid(f"{where} has {len(values)} values, which do not fill the shape {shape}.")
     return values.reshape(shape)
 
 
-def _from_csr(
-    arrays: Sequence[npt.NDArray[Any]], shape: list[int], where: str, *, pad: int
-) -> npt.NDArray[Any]:
+def _from_csr(arrays: Sequence[Array], shape: list[int], where: str, *, pad: int) -> Array:
     """Makes a sparse matrix dense; `pad` fills the cells that it does not list. arrays: pointers to
     rows, columns, values."""
     crow, col, values = arrays
@@ -383,17 +383,6 @@ def _spans(spans: Iterable[Any], num: int, where: str) -> tuple[Span, ...]:
 # -- reading: JSON --------------------------------------------------------------------------------
 
 
-def check_known(body: Value, *names: str) -> None:
-    """Raises TinkerError (422) for an unknown field that may change the result: its value is
-    neither null, false, 0 nor empty."""
-    for name, value in body.object().items():
-        if name not in (*names, "type") and value:
-            raise invalid(
-                f"{body.where and body.where + '.'}{name} is not known to this server and would "
-                "have no effect. Leave it out."
-            )
-
-
 def canonical(body: Value) -> bytes:
     """One text for a body, in whatever order its fields come."""
     return json.dumps(body.object(), sort_keys=True).encode()
@@ -432,8 +421,8 @@ _ADAM: Fields = {
 
 
 def fields_of(body: Value, fields: Fields) -> dict[str, Any]:
-    """The given fields of a body, by name. Raises TinkerError (422) for an unknown one."""
-    check_known(body, *fields)
+    """The given fields of a body, by name. Raises Refusal for an unknown one."""
+    body.check_known("type", *fields)
     found = {name: read(body[name]) for name, read in fields.items()}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -441,7 +430,7 @@ def fields_of(body: Value, fields: Fields) -> dict[str, Any]:
 def model_spec_of(body: Value) -> ModelSpec:
     """Reads `create_model`."""
     names = ("session_id", "model_seq_id", "base_model", "lora_config", "optimizer_config")
-    check_known(body, *names, "user_metadata")
+    body.check_known("type", *names, "user_metadata")
     check_optimizer(body["optimizer_config"])
     lora = fields_of(body["lora_config"], _LORA)
     return ModelSpec(base_model=body["base_model"].text(), **lora)
@@ -459,7 +448,7 @@ def check_optimizer(config: Value) -> None:
 
 
 def optim_step_of(body: Value) -> OptimStep:
-    check_known(body, "model_id", "seq_id", "adam_params", "optimizer_params")
+    body.check_known("type", "model_id", "seq_id", "adam_params", "optimizer_params")
     if body["optimizer_params"].raw is not None:
         raise body["optimizer_params"].unsupported("AdamW alone is served; send adam_params.")
     params = body["adam_params"]
@@ -494,10 +483,10 @@ def sampling_of(body: Value, base: BaseModel, *, substitute: str = "") -> Sampli
             "Use loss_fn='importance_sampling' and leave record_stability_info out, or start the "
             "server with tinker.stable_reinforce=importance_sampling."
         )
-    check_known(body, *_SAMPLE_FIELDS)
+    body.check_known("type", *_SAMPLE_FIELDS)
     prompt_ids = _prompt_ids(body["prompt"], base)
     num, params = len(prompt_ids), body["sampling_params"]
-    check_known(params, "max_tokens", "seed", "stop", "temperature", "top_k", "top_p")
+    params.check_known("type", "max_tokens", "seed", "stop", "temperature", "top_k", "top_p")
     max_tokens = params["max_tokens"].integer(1)
     if num >= base.max_tokens or num + (max_tokens or 1) > base.max_tokens:
         asked = f" and sampling_params.max_tokens is {max_tokens}" if max_tokens else ""
@@ -553,13 +542,10 @@ def _prompt_ids(prompt: Value, base: BaseModel) -> npt.NDArray[np.int32]:
 
 def _integers(value: Value) -> list[int]:
     """A list of whole numbers within 64 bits."""
-    raw = value.raw
-    is_list = isinstance(raw, list) and all(
-        type(each) is int and -(2**63) <= each < 2**63 for each in raw
-    )
-    if not is_list:
-        raise value.wrong("a list of whole numbers")
-    return raw
+    found, high = value.raw, 2**63
+    if isinstance(found, list) and all(type(n) is int and -high <= n < high for n in found):
+        return found
+    raise value.wrong("a list of whole numbers")
 
 
 def _stops(value: Value, base: BaseModel) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -617,11 +603,11 @@ def write_forward_backward(result: ForwardBackwardResult) -> bytes:
     return found.SerializeToString(deterministic=True)
 
 
-def _trailing_shapes(output: Mapping[str, npt.NDArray[Any]]) -> dict[str, tuple[int, ...]]:
+def _trailing_shapes(output: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
     return {name: values.shape[1:] for name, values in output.items()}
 
 
-def _write_batch(field: Any, arrays: list[npt.NDArray[Any]], trailing: tuple[int, ...]) -> None:
+def _write_batch(field: Any, arrays: list[Array], trailing: tuple[int, ...]) -> None:
     dtype = np.dtype("<f4" if arrays[0].dtype.kind == "f" else "<i8")
     parts = [np.ascontiguousarray(each, dtype).tobytes() for each in arrays]
     field.data, field.dtype = b"".join(parts), 1 if dtype.kind == "f" else 2
@@ -660,9 +646,7 @@ def _write_top_k(field: Any, topk: TopK) -> None:
     field.length, field.k = topk.ids.shape
 
 
-def _write_tensor(
-    field: Any, values: npt.NDArray[Any], named: npt.NDArray[np.bool_] | None = None
-) -> None:
+def _write_tensor(field: Any, values: Array, named: Array | None = None) -> None:
     """named: cells of a sparse tensor that are listed; None writes a dense one."""
     dtype = np.dtype("<f4" if values.dtype.kind == "f" else "<i8")
     field.dtype = 1 if dtype.kind == "f" else 2

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep.agent.gateway.exchange import Refusal
-from lockstep.agent.gateway.fields import CHAT, CHAT_MESSAGE, OTHERS
 from lockstep.agent.gateway.reading import (
     MAX_TOOLS,
     Answered,
@@ -34,10 +33,10 @@ KEEP_ALIVE = b": the turn is being sampled\n\n"
 def read(body: Mapping[str, Any], dialogues: Dialogues) -> Asked:
     """Raises Refusal (400) that names the field."""
     asked = Value(body)
-    found = asked.check_fields({**OTHERS, **CHAT})
+    found = asked.check_fields("others", "chat")
     transcript = BodyTranscript()
     for message in asked["messages"].entries():
-        message.check_fields(CHAT_MESSAGE)
+        message.check_fields("chat_message")
         _add(transcript, message)
     entries = asked["tools"].entries(MAX_TOOLS) if body.get("tool_choice") != "none" else []
     tools = tuple(tool_of(_function(tool)) for tool in entries)

@@ -12,11 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from lockstep.types import TEXT_ONLY as TEXT_ONLY
-
-LOGPROBS = "message.output_text.logprobs"
-ENCRYPTED = "reasoning.encrypted_content"
-
 
 @dataclass(frozen=True, slots=True)
 class Field:
@@ -38,7 +33,7 @@ _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 """Names of fields, separated by blanks -> treatment = about, and neutral."""
 
 
-def _of(*tables: str) -> Fields:
+def _read(*tables: str) -> Fields:
     found: dict[str, Field] = {}
     for names, row in (entry for table in tables for entry in _TABLES[table].items()):
         ((treatment, about),) = ((key, text) for key, text in row.items() if key != "neutral")
@@ -47,9 +42,7 @@ def _of(*tables: str) -> Fields:
     return found
 
 
-CHAT, CHAT_MESSAGE = _of("shared", "openai", "chat"), _of("chat_message")
-RESPONSES, RESPONSES_TEXT = _of("shared", "openai", "responses"), _of("responses_text")
-MESSAGES, MESSAGES_MESSAGE = _of("shared", "messages"), _of("messages_message")
-MESSAGES_OUTPUT = _of("messages_output")
-OTHERS = _of("others")
-"""Fields of other servers, which every dialect refuses unless they change nothing."""
+_SHARED = {"chat": ("shared", "openai"), "responses": ("shared", "openai"), "messages": ("shared",)}
+FIELDS = {name: _read(*_SHARED.get(name, ()), name) for name in _TABLES}
+"""Name of a table -> its fields. "others" are fields of other servers, which every dialect refuses
+unless they change nothing."""

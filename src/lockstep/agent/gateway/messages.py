@@ -9,13 +9,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep.agent.gateway.exchange import Refusal, TurnReply
-from lockstep.agent.gateway.fields import (
-    MESSAGES,
-    MESSAGES_MESSAGE,
-    MESSAGES_OUTPUT,
-    OTHERS,
-    TEXT_ONLY,
-)
 from lockstep.agent.gateway.reading import (
     MAX_TOOLS,
     Answered,
@@ -29,7 +22,7 @@ from lockstep.agent.gateway.reading import (
     event,
     tool_of,
 )
-from lockstep.types import Message, ToolCall, ToolSchema
+from lockstep.types import TEXT_ONLY, Message, ToolCall, ToolSchema
 
 MALFORMED = "malformed_arguments"
 """Key for arguments that are no JSON object. A call's input must be an object in this dialect, so
@@ -44,16 +37,15 @@ KEEP_ALIVE = b'event: ping\ndata: {"type": "ping"}\n\n'
 def read(body: Mapping[str, Any], dialogues: Dialogues, *, is_counted: bool = False) -> Asked:
     """is_counted: the request is to count tokens and has no max_tokens. Raises Refusal (400)."""
     asked = Value(body)
-    found = asked.check_fields({**OTHERS, **MESSAGES}) + asked["output_config"].check_fields(
-        MESSAGES_OUTPUT
-    )
+    found = asked.check_fields("others", "messages")
+    found += asked["output_config"].check_fields("messages_output")
     if body.get("max_tokens") is None and not is_counted:
         raise asked["max_tokens"].refusal("is missing: it is required.")
     transcript = BodyTranscript()
     if system := asked["system"].content("text"):
         transcript.add(Message(role="system", content=system))
     for message in asked["messages"].entries():
-        message.check_fields(MESSAGES_MESSAGE)
+        message.check_fields("messages_message")
         _add(transcript, message["role"], message["content"])
     has_tools = asked["tool_choice"]["type"].raw != "none"
     tools = tuple(_tool(tool) for tool in asked["tools"].entries(MAX_TOOLS)) if has_tools else ()

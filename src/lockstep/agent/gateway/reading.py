@@ -7,6 +7,7 @@ import difflib
 import json
 import re
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 from lockstep import dialogues
 from lockstep.agent.config import MIN_TEMPERATURE
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
-from lockstep.agent.gateway.fields import Fields
+from lockstep.agent.gateway.fields import FIELDS
 from lockstep.errors import DataError, FieldError
 from lockstep.renderers.base import Constraint, Renderer
 from lockstep.renderers.calls import load_json
@@ -229,10 +230,18 @@ class Value:
         except FieldError as error:
             raise Refusal(400, error.code, str(error), parameter=error.field) from None
 
-    def check_fields(self, fields: Fields) -> list[str]:
+    def check_known(self, *names: str) -> None:
+        """Raises Refusal for an unknown field that may change the result: its value is neither
+        null, false, 0 nor empty."""
+        for name, raw in self.object().items():
+            if raw and name not in names:
+                text = "is not known, and would have no effect. Leave it out."
+                raise self[name].refusal(text, "unknown_parameter")
+
+    def check_fields(self, *tables: str) -> list[str]:
         """Returns the names of ignored fields that are set. Raises Refusal for a field that is
-        refused, or in no table."""
-        found: list[str] = []
+        refused, or in none of these tables of fields.toml; a later table comes first."""
+        fields, found = ChainMap(*(FIELDS[table] for table in reversed(tables))), list[str]()
         for name, raw in self.object().items():
             known, value = fields.get(name), self[name]
             plain = _without_nulls(raw)

@@ -9,14 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lockstep.agent.gateway import chat
-from lockstep.agent.gateway.fields import (
-    ENCRYPTED,
-    LOGPROBS,
-    OTHERS,
-    RESPONSES,
-    RESPONSES_TEXT,
-    TEXT_ONLY,
-)
 from lockstep.agent.gateway.reading import (
     MAX_TOOLS,
     Answered,
@@ -30,8 +22,10 @@ from lockstep.agent.gateway.reading import (
     event,
     tool_of,
 )
-from lockstep.types import Message, ToolSchema
+from lockstep.types import TEXT_ONLY, Message, ToolSchema
 
+LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
+"""What a request may name in `include`."""
 HOSTED_TOOLS = ("web_search", "web_search_preview", "image_generation")
 """Tools that OpenAI's server runs. Agents offer them unasked, so they are left out and counted."""
 FREE_TEXT: Mapping[str, Any] = {
@@ -50,7 +44,8 @@ KEEP_ALIVE = chat.KEEP_ALIVE
 def read(body: Mapping[str, Any], dialogues: Dialogues) -> Asked:
     """Raises Refusal (400) that names the field."""
     asked = Value(body)
-    found = asked.check_fields({**OTHERS, **RESPONSES}) + asked["text"].check_fields(RESPONSES_TEXT)
+    found = asked.check_fields("others", "responses")
+    found += asked["text"].check_fields("responses_text")
     transcript = BodyTranscript()
     if instructions := asked["instructions"].text(""):
         transcript.add(Message(role="system", content=instructions))

@@ -21,16 +21,16 @@ import logging
 import secrets
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
 
+from lockstep.agent.background import Background
 from lockstep.agent.gateway import chat, messages, responses
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
-from lockstep.agent.gateway.fields import Field
 from lockstep.agent.gateway.listener import NOTES, Listener, Site, route_of, web
 from lockstep.agent.gateway.page import section
 from lockstep.agent.gateway.reading import (
@@ -87,7 +87,7 @@ class GatewayServer:
         self._store = store
         self._renderer = renderer
         self._shared: GatewaySession | None = None
-        self._turns: set[asyncio.Task[Any]] = set()
+        self._turns = Background()
         self._numbers = itertools.count()
         self._errors: deque[str] = deque(maxlen=10)
         self._keys: dict[bytes, str] = {}
@@ -107,9 +107,7 @@ class GatewayServer:
         """Stops listening, cancels turns in progress, and finishes the shared session. Other
         sessions stay as they are."""
         self._listener.stop_listening()
-        for turn in self._turns:
-            turn.cancel()
-        await asyncio.gather(*self._turns, return_exceptions=True)
+        await self._turns.cancel()
         await self._listener.close()
         if self._shared is not None:
             await self._shared.finish()
@@ -183,7 +181,7 @@ class GatewayServer:
             raw = await self._listener.read(request, content_type="application/json")
         body = Value(await parsed(raw or b"{}"))
         if fields:
-            body.check_fields(dict.fromkeys(fields, Field("honoured")))
+            body.check_known(*fields)
         return body
 
     # -- the session of a request -----------------------------------------------------------------
@@ -227,7 +225,7 @@ class GatewayServer:
         if shared is None or shared.is_finished:
             shared = self._shared = self.sessions.create()
         elif not shared.is_busy and sum(map(len, shared.trajectory.segments)) >= limit:
-            self._spawn(shared.finish())
+            self._turns.start(shared.finish())
             shared = self._shared = self.sessions.create()
         return shared
 
@@ -256,7 +254,9 @@ class GatewayServer:
         self.counts["requests"] += 1
         NOTES.get().update(session=session.id, model=asked.model[:80])
         has_ids = request.headers.get("x-lockstep-ids", "").lower() in ("1", "true", "yes")
-        work = self._spawn(self._sample(session, asked, has_ids=has_ids))
+        work = self._turns.start(self._sample(session, asked, has_ids=has_ids))
+        # Retrieves an error, as its client may be gone.
+        work.add_done_callback(lambda work: work.cancelled() or work.exception())
         try:
             if asked.is_streamed:
                 return await self._stream(request, dialect, session, work)
@@ -342,18 +342,6 @@ class GatewayServer:
             if len(keys) > MAX_REMEMBERED_BODIES:
                 del keys[next(iter(keys))]
         return known
-
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._turns.add(task)
-
-        def done(task: asyncio.Task[Any]) -> None:
-            self._turns.discard(task)
-            if not task.cancelled():
-                task.exception()  # retrieved: a caller that waits got it
-
-        task.add_done_callback(done)
-        return task
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         read = partial(messages.read, is_counted=True)

@@ -25,6 +25,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
+from lockstep.agent.background import Background
 from lockstep.agent.gateway.drafts import Draft, Drafts
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest, client_message
 from lockstep.agent.gateway.reading import Dialogues
@@ -87,7 +88,7 @@ class GatewaySession:
         self.key = f"sk-{secrets.token_urlsafe(24)}"
         self._tree = Tree()
         self._drafts = Drafts(self._tree, sampler)
-        self._running: set[asyncio.Task[Answer]] = set()
+        self._running = Background()
         self._by_key: dict[str, asyncio.Task[Answer]] = {}
         """Requests in progress, and answered requests."""
         self._asked: Counter[str] = Counter()
@@ -170,8 +171,7 @@ class GatewaySession:
         job = self._by_key.get(request.key)
         is_repeated = job is not None
         if job is None:
-            job = asyncio.create_task(self._answer(request))
-            self._running.add(job)
+            job = self._running.start(self._answer(request))
             if request.key:
                 self._by_key[request.key] = job
             job.add_done_callback(partial(self._ended, request.key))
@@ -251,10 +251,7 @@ class GatewaySession:
 
     async def _finish(self, error: str) -> None:
         trajectory = self.trajectory
-        running = list(self._running)
-        for job in running:
-            job.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await self._running.cancel()
         if not self._tree.answers:
             error = error or self._exhausted or "the agent asked for no turn"
         if error:
@@ -427,10 +424,8 @@ class GatewaySession:
         def refusal(text: str, code: str = "unsupported_value") -> Refusal:
             return Refusal(400, code, text, parameter=constraint.where)
 
-        asks, hint = (
-            f"{constraint.where} constrains the reply",
-            "Or ask for the format in a message.",
-        )
+        asks = f"{constraint.where} constrains the reply"
+        hint = "Or ask for the format in a message."
         engine, renderer = self._engine.capabilities, self._renderer
         if not engine.has_grammar:
             text = f"engine {engine.name} does not: its log-probs would be of the free reply."
@@ -491,6 +486,5 @@ class GatewaySession:
         return Refusal(status, code or budget, text)
 
     def _ended(self, key: str, job: asyncio.Task[Answer]) -> None:
-        self._running.discard(job)
         if job.cancelled() or job.exception() is not None:
             self._by_key.pop(key, None)

@@ -356,11 +356,9 @@ def _is_merged(reply: Message, turn: Message) -> bool:
     if not thought or not text.endswith(words) or reply.thinking.strip() not in ("", thought):
         return False
     before, found, behind = text[: len(text) - len(words)].partition(thought)
-    wrappers = (before, behind)
-    is_wrapped = all(len(part) <= 200 and _WRAPPER.fullmatch(part) for part in wrappers)
-    return (
-        bool(found) and is_wrapped and _calls_key(reply.tool_calls) == _calls_key(turn.tool_calls)
-    )
+    if not found or _calls_key(reply.tool_calls) != _calls_key(turn.tool_calls):
+        return False
+    return all(len(part) <= 200 and _WRAPPER.fullmatch(part) for part in (before, behind))
 
 
 def _reason_at(place: Input) -> Reason:

@@ -10,6 +10,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from lockstep.agent.background import Background
 from lockstep.config import check_numbers
 
 Ending = Literal["ok", "error", "timeout", "memory", "output", "refused", "crashed"]
@@ -97,7 +98,7 @@ class Sandbox:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._free = asyncio.Semaphore(config.workers)
         self._turns: dict[str, asyncio.Lock] = {}
-        self._running: set[asyncio.Task[ProgramResult]] = set()
+        self._running = Background()
         self._is_closing = False
 
     async def run(self, code: str, *, session: str = "") -> ProgramResult:
@@ -106,11 +107,8 @@ class Sandbox:
         if problem := unreadable(code):
             return self._result("", "error", problem)
         self._join_loop()
-        task = asyncio.ensure_future(self._wait_and_run(code, session))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
         try:
-            return await task
+            return await self._running.start(self._wait_and_run(code, session))
         except asyncio.CancelledError:
             if not self._is_closing:
                 raise
@@ -126,9 +124,7 @@ class Sandbox:
         self._join_loop()
         self._is_closing = True
         try:
-            for task in self._running:
-                task.cancel()
-            await asyncio.gather(*self._running, return_exceptions=True)
+            await self._running.cancel()
         finally:
             self._is_closing = False
             self._turns.clear()
@@ -163,16 +159,15 @@ class Sandbox:
             self._loop = loop
             self._free = asyncio.Semaphore(self._num_workers)
             self._turns.clear()
-            self._running = set()
+            self._running = Background()
             self._leave_loop()
 
     def _error_of(self, ending: Ending) -> str:
         """The model's text for a program that met a limit."""
-        limits = self._limits
-        return {
-            "timeout": f"TimeoutError: the program was ended after {limits.seconds:g} s",
-            "memory": f"MemoryError: the program may fill {limits.memory_mib} MiB",
-        }.get(ending, "")
+        if ending == "timeout":
+            return f"TimeoutError: the program was ended after {self._limits.seconds:g} s"
+        is_full = ending == "memory"
+        return f"MemoryError: the program may fill {self._limits.memory_mib} MiB" * is_full
 
     def _result(
         self, printed: str, ending: Ending, error: str = "", **fields: Any

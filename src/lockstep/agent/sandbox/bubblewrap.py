@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lockstep.agent.sandbox.process import Launch, _ProcessConfig, inside_arguments
 from lockstep.agent.sandbox.seccomp import TABLES, filter_program
@@ -95,18 +95,14 @@ def require_bwrap(command: str) -> str:
             "bubblewrap`, `dnf install bubblewrap`), give its path, or use sandbox=monty."
         )
     if not sys.platform.startswith("linux") or platform.machine() not in TABLES:
-        raise ConfigError(
-            f"sandbox=bwrap needs Linux on one of {sorted(TABLES)}. Use monty or container."
-        )
-    said = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+        known = " or ".join(sorted(TABLES))
+        raise ConfigError(f"sandbox=bwrap needs Linux on {known}. Use monty or container.")
+    said = _said_by(found, "--version").stdout
     version = tuple(int(part) for part in re.findall(r"\d+", said)[:2])
     if version < MIN_VERSION:
         needed = "bubblewrap 0.7 or newer is needed, to bound written files"
         raise ConfigError(f"sandbox.command: {found} says {said.strip()!r}; {needed}.")
-    probe = [found, "--unshare-all", "--ro-bind", "/", "/", "--", "/bin/true"]
-    done = subprocess.run(
-        probe, capture_output=True, text=True, timeout=PROBE_SECONDS, check=False, env={}
-    )
+    done = _said_by(found, "--unshare-all", "--ro-bind", "/", "/", "--", "/bin/true")
     if done.returncode != 0:
         raise ConfigError(
             f"sandbox=bwrap: {found} cannot isolate a process here: {done.stderr.strip()[:500]} "
@@ -116,11 +112,15 @@ def require_bwrap(command: str) -> str:
     return found
 
 
+def _said_by(*command: str) -> subprocess.CompletedProcess[str]:
+    """What a short command printed."""
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": PROBE_SECONDS}
+    return subprocess.run(command, check=False, **options)
+
+
 def _linked_with(binaries: Sequence[str]) -> tuple[dict[str, str], str]:
     """(soname -> path, dynamic linker) of all `binaries`."""
-    listed = subprocess.run(
-        ["ldd", *binaries], capture_output=True, text=True, timeout=60, check=False
-    )
+    listed = _said_by("ldd", *binaries)
     libraries: dict[str, str] = {}
     loader = ""
     for line in listed.stdout.splitlines():
@@ -129,9 +129,8 @@ def _linked_with(binaries: Sequence[str]) -> tuple[dict[str, str], str]:
         elif match := re.match(r"\s+(/\S*ld\S*) \(0x", line):
             loader = match[1]
     if not loader:
-        raise ConfigError(
-            f"sandbox=bwrap: `ldd {binaries[0]}` names no loader: {listed.stderr.strip()[:300]}"
-        )
+        said = listed.stderr.strip()[:300]
+        raise ConfigError(f"sandbox=bwrap: `ldd {binaries[0]}` names no loader: {said}")
     return libraries, loader
 
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from lockstep.agent.background import Background
 from lockstep.agent.sandbox.base import (
     ENDINGS,
     MAX_ERROR_CHARS,
@@ -301,7 +302,7 @@ class ProcessSandbox(Sandbox):
         """Processes of sessions, the least recently used first."""
         self._lost: set[str] = set()
         """Sessions whose process was ended, until their next program reads so."""
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending = Background()
 
     async def _forget(self, session: str) -> None:
         self._lost.discard(session)
@@ -355,9 +356,7 @@ class ProcessSandbox(Sandbox):
     def _end_later(self, worker: Worker) -> None:
         """Kills it at once, and waits for its end in the background."""
         worker.kill()
-        task = asyncio.ensure_future(worker.end())
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        self._ending.start(worker.end())
 
     async def _take(self) -> Worker:
         """A process that has run nothing. Starts others for the programs to come."""

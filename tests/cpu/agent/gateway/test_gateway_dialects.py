@@ -10,7 +10,7 @@ from gateways import MODEL, Gateway, says
 
 from lockstep.agent.gateway import chat, messages, responses
 from lockstep.agent.gateway.exchange import Refusal
-from lockstep.agent.gateway.fields import OTHERS
+from lockstep.agent.gateway.fields import FIELDS
 from lockstep.agent.gateway.reading import Value, in_thread, parse_body
 from lockstep.types import Message
 
@@ -298,12 +298,13 @@ def test_settings_of_other_servers_are_accepted_where_they_change_nothing(dialec
         responses: {"model": MODEL, "input": "hi"},
     }[dialect]
     own = {chat: {"n", "logprobs"}}.get(dialect, set())
-    neutral = {name: value for name, field in OTHERS.items() for value in field.neutral}
+    others = FIELDS["others"]
+    neutral = {name: value for name, field in others.items() for value in field.neutral}
     assert len(neutral) > 35
     for top_k in (-1, 0):
         found = dialect.read({**base, **neutral, "top_k": top_k, "seed": 7}, {}).turn
         assert (found.top_k, found.seed, found.ignored) == (0, 7, ())
-    dialect.read({**base, **dict.fromkeys(OTHERS), "repetition_penalty": 1.0, "min_p": 0.0}, {})
+    dialect.read({**base, **dict.fromkeys(others), "repetition_penalty": 1.0, "min_p": 0.0}, {})
     for name, value in neutral.items():
         other = not value if isinstance(value, bool) else {"a": 1} if value == {} else [1]
         for asked in (other, 2, "x"):
