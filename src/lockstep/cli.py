@@ -135,7 +135,7 @@ def _main(argv: Sequence[str] | None) -> int:
         _check_is_run(options)
         _check_output(options)
         with _faults(options):
-            return options.run(options)
+            return options.run(options) or OK
     except (LockstepError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             raise
@@ -168,12 +168,17 @@ def _complain(error: Exception, options: argparse.Namespace) -> None:
     show_once(error)
 
 
-def _print(options: argparse.Namespace, value: Any, text: str) -> None:
-    """Prints `value` as JSON with --json, else `text`."""
-    print(json.dumps(value) if options.json else text)
+def _print(options: argparse.Namespace, value: Any, text: str | Callable[[], object]) -> None:
+    """Prints `value` as JSON with --json, else `text`, or calls what prints it."""
+    if options.json:
+        print(json.dumps(value))
+    elif isinstance(text, str):
+        print(text)
+    else:
+        text()
 
 
-def _console(*, width: int) -> Any:
+def _console(*, width: int = 100) -> Any:
     """A console: in colour on a terminal, else plain text of this width."""
     from rich.console import Console
 
@@ -184,7 +189,7 @@ def _console(*, width: int) -> Any:
 # -- the verbs ----------------------------------------------------------------------------------
 
 
-def _train(options: argparse.Namespace) -> int:
+def _train(options: argparse.Namespace) -> int | None:
     """Train an agent by reinforcement learning.
 
     example: lockstep train quickstart steps=30 seed=1 model=tiny-qwen3
@@ -308,7 +313,7 @@ def _closing(outcome: Any, options: argparse.Namespace) -> list[str]:
     ]
 
 
-def _sft(options: argparse.Namespace) -> int:
+def _sft(options: argparse.Namespace) -> int | None:
     """Train on written dialogues (supervised).
 
     example: lockstep sft model=tiny-qwen3 sft.path=dialogues.jsonl sft.steps=200
@@ -342,7 +347,7 @@ def _sft(options: argparse.Namespace) -> int:
     return _finish(lockstep.train_supervised(config, **how), options)
 
 
-def _eval(options: argparse.Namespace) -> int:
+def _eval(options: argparse.Namespace) -> None:
     """Play held-out tasks with a run's best checkpoint (or RUN@STEP).
 
     example: lockstep eval runs/quickstart-20260101-120000 evaluation.num_tasks=512
@@ -352,10 +357,9 @@ def _eval(options: argparse.Namespace) -> int:
     lines = [f"  {key:<40} {value:8.4f}" for key, value in found.metrics.items()]
     value = {"run": str(found.run), "checkpoint": found.checkpoint, "metrics": found.metrics}
     _print(options, value, "\n".join((f"{found.run} at {found.checkpoint}", *lines)))
-    return OK
 
 
-def _report(options: argparse.Namespace) -> int:
+def _report(options: argparse.Namespace) -> None:
     """Write one HTML file about one run, or several side by side.
 
     example: lockstep report runs/a runs/b --out both.html
@@ -367,10 +371,9 @@ def _report(options: argparse.Namespace) -> int:
         raise ConfigError("--host and --port belong to --serve.")
     out = lockstep.write_report(*options.runs, out=options.out)
     _print(options, {"report": str(out)}, str(out))
-    return OK
 
 
-def _serve_report(options: argparse.Namespace) -> int:
+def _serve_report(options: argparse.Namespace) -> None:
     from lockstep.report.server import ReportServer
     from lockstep.run.build import recipe_of, tokenizer_of
 
@@ -389,10 +392,9 @@ def _serve_report(options: argparse.Namespace) -> int:
         sys.stdout.flush()
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
-    return OK
 
 
-def _serve(options: argparse.Namespace) -> int:
+def _serve(options: argparse.Namespace) -> None:
     """Serve a model: to agents, whose trajectories are kept, or to programs of the tinker client.
 
     example: lockstep serve tiny-qwen3 --port 8000 --out runs/served
@@ -414,7 +416,7 @@ def _serve(options: argparse.Namespace) -> int:
     served = find_served(options.target, settings)
     if options.dry_run:
         _print(options, {"config": to_dict(served.config)}, dumps(served.config).rstrip())
-        return OK
+        return
     key = options.key or os.environ.get("LOCKSTEP_KEY", "")
     if options.key:  # the command line is stored with the run
         sys.argv = [word.replace(options.key, "***") for word in sys.argv]
@@ -422,7 +424,6 @@ def _serve(options: argparse.Namespace) -> int:
         lockstep.serve(served, key=key, out=options.out or None, is_json=options.json)
     # Everything is stored; a late Ctrl-C would end the interpreter as if it had been killed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return OK
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -439,25 +440,16 @@ def _doctor(options: argparse.Namespace) -> int:
             f"{options.settings[0]} belongs to --ladder, which plays a recipe; a "
             "run or a dump is only read."
         )
-    diagnosis = lockstep.diagnose(
-        options.target,
-        format=options.format,
-        only=options.only,
-        tokenizer=options.tokenizer,
-        renderer=options.renderer,
-        model=options.model,
-        adapter=options.adapter,
-        against=options.against,
-    )
+    names = ("format", "only", "tokenizer", "renderer", "model", "adapter", "against")
+    how = {name: getattr(options, name) for name in names}
+    diagnosis = lockstep.diagnose(options.target, **how)
     page = ""
     if options.out:
         from lockstep.doctor.html_page import write_page
 
         page = str(write_page(diagnosis, options.out))
-    if options.json:
-        print(json.dumps(diagnosis.to_json() | {"page": page}, allow_nan=False))
-        return EXIT_CODES[diagnosis.outcome]
-    diagnosis.show(_console(width=80), page=page)
+    found = diagnosis.to_json() | {"page": page}
+    _print(options, found, lambda: diagnosis.show(_console(width=80), page=page))
     return EXIT_CODES[diagnosis.outcome]
 
 
@@ -484,7 +476,7 @@ def _faults_of_run(options: argparse.Namespace) -> contextlib.AbstractContextMan
     return _faults(argparse.Namespace(fault=[*after, *joined]))
 
 
-def _noise(options: argparse.Namespace) -> int:
+def _noise(options: argparse.Namespace) -> None:
     """Say how far sampler and trainer are apart on the same tokens, and each from itself.
 
     example: lockstep noise quickstart model=tiny-qwen3 engine.dtype=bfloat16
@@ -492,10 +484,9 @@ def _noise(options: argparse.Namespace) -> int:
     config, weights = _played(options, "noise")
     found = lockstep.measure_noise(config, weights=weights, num_scorings=options.scorings)
     _print(options, found, "\n".join(f"{name:<20} {value:8.3g}" for name, value in found.items()))
-    return OK
 
 
-def _replay(options: argparse.Namespace) -> int:
+def _replay(options: argparse.Namespace) -> None:
     """Show one stored trajectory token by token, with both sides' log-probs.
 
     example: lockstep replay 'runs/quickstart-20260101-120000#0'
@@ -503,29 +494,21 @@ def _replay(options: argparse.Namespace) -> int:
     from lockstep.doctor.replay import show
 
     replay = lockstep.replay(options.target)
-    if not options.json:
-        show(replay, replay.tokenizer(), _console(), has_all_tokens=options.tokens)
-        return OK
-    _print(options, replay.to_json())
-    return OK
+    shown = {"has_all_tokens": options.tokens}
+    _print(options, replay.to_json(), lambda: show(replay, replay.tokenizer(), _console(), **shown))
 
 
-def _render(options: argparse.Namespace) -> int:
+def _render(options: argparse.Namespace) -> None:
     """Show a dialogue as tokens, by origin, and whether rendering it anew changes them.
 
     example: lockstep render tiny-gpt-oss messages.json
     """
-    rendered = lockstep.render(
-        options.model, options.messages, tools=options.tools, renderer=options.renderer
-    )
-    if options.json:
-        print(json.dumps(rendered.to_json()))
-    else:
-        rendered.show(_console(width=100))
-    return OK
+    how = {"tools": options.tools, "renderer": options.renderer}
+    rendered = lockstep.render(options.model, options.messages, **how)
+    _print(options, rendered.to_json(), lambda: rendered.show(_console()))
 
 
-def _export(options: argparse.Namespace) -> int:
+def _export(options: argparse.Namespace) -> None:
     """Write a run's checkpoint as a Hugging Face model, or its adapter in PEFT's form.
 
     example: lockstep export runs/quickstart-20260101-120000 --hf my-model
@@ -534,30 +517,23 @@ def _export(options: argparse.Namespace) -> int:
     from lockstep.store.checkpoints import split_address
 
     path, _ = split_address(options.target)
-    done = lockstep.export(
-        options.target,
-        options.hf or None,
-        merged=options.merged,
-        hub=options.hub,
-        private=options.private,
-    )
+    how = {name: getattr(options, name) for name in ("merged", "hub", "private")}
+    done = lockstep.export(options.target, options.hf or None, **how)
     place, name = str(done.directory), done.checkpoint
     value = {"run": str(path), "checkpoint": name, "hf": place, "hub": done.hub}
     _print(options, value, f"{path} at {name} -> {done.hub or place}")
-    return OK
 
 
-def _fetch(options: argparse.Namespace) -> int:
+def _fetch(options: argparse.Namespace) -> None:
     """Bring a pretrained model onto this machine, once, where model=NAME finds it.
 
     example: lockstep fetch smollm2-135m
     """
     place = str(lockstep.fetch(options.model))
     _print(options, {"model": options.model, "directory": place}, place)
-    return OK
 
 
-def _recipes(options: argparse.Namespace) -> int:
+def _recipes(options: argparse.Namespace) -> None:
     """List the recipes.
 
     example: lockstep recipes
@@ -565,10 +541,9 @@ def _recipes(options: argparse.Namespace) -> int:
     rows = lockstep.list_recipes()
     lines = [f"lockstep {row['verb']} {row['name']}\n{_indent(row['about'])}" for row in rows]
     _print(options, rows, "\n".join(lines))
-    return OK
 
 
-def _completion(options: argparse.Namespace) -> int:
+def _completion(options: argparse.Namespace) -> None:
     """Print the script that makes a shell complete verbs, recipes and settings.
 
     example: eval "$(lockstep completion bash)"   in ~/.bashrc; zsh alike, after compinit
@@ -578,13 +553,12 @@ def _completion(options: argparse.Namespace) -> int:
 
     if not options.words:
         print(script(options.shell))
-        return OK
+        return
     flags = {
         verb: ["--help", *(name for name in _arguments(verb) if name.startswith("-"))]
         for verb in COMMANDS
     }
     print("\n".join(candidates(options.words, flags)))
-    return OK
 
 
 # -- what a run starts from -----------------------------------------------------------------------
@@ -753,14 +727,14 @@ def _import_plugins(names: Sequence[str]) -> None:
 # -- showing settings -----------------------------------------------------------------------------
 
 
-def _show_settings(options: argparse.Namespace, find: Callable[[str], T], cls: type[T]) -> int:
+def _show_settings(options: argparse.Namespace, find: Callable[[str], T], cls: type[T]) -> None:
     """--help: of the verb, or the settings of the target's config: all, or some sections.
 
     The words after the target are settings, and names of sections.
     """
     if not options.target:
         options.parser.print_help()
-        return OK
+        return
     settings = [word for word in options.settings if "=" in word]
     wanted = [word.rstrip(".") for word in options.settings if "=" not in word]
     sections = field_docs(cls)
@@ -789,7 +763,6 @@ def _show_settings(options: argparse.Namespace, find: Callable[[str], T], cls: t
     if not wanted:
         lines += ["", f"one section: lockstep {options.verb} {options.target} --help trainer"]
     _print(options, [dict(zip(keys, row, strict=True)) for row in rows], "\n".join(lines).strip())
-    return OK
 
 
 def _indent(text: str) -> str:
@@ -800,7 +773,7 @@ def _indent(text: str) -> str:
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "train": _train,
     "sft": _sft,
     "eval": _eval,
