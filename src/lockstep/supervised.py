@@ -37,6 +37,7 @@ from lockstep.run.preflight import (
     check_memory,
     check_parallel,
     describe_memory,
+    labelled,
     read_model_files,
     write_renderer,
 )
@@ -190,8 +191,7 @@ class _Run:
             "tests": f"{len(self.held_out)} rows, never trained" if self.held_out else "",
             "run": str(self.path),
         }
-        lines = tuple(f"{name:<11}{text}" for name, text in said.items() if text)
-        family = self.model_files.model.family
+        family, lines = self.model_files.model.family, tuple(labelled(said))
         return RunHeader(num_steps=self.config.sft.steps, architecture=family, lines=lines)
 
     def restore(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -713,8 +713,12 @@ def summary(config: Config, model_files: ModelFiles) -> list[str]:
         "trained": _trained(config, model_files),
         "data": "; ".join(model_files.notes),
     }
-    lines = [f"{label:<11}{text}" for label, text in said.items() if text]
-    return [*lines, *current_hooks().plan()]
+    return [*labelled(said), *current_hooks().plan()]
+
+
+def labelled(said: Mapping[str, str]) -> list[str]:
+    """The lines of a plan: label -> text, which may be empty."""
+    return [f"{label:<11}{text}" for label, text in said.items() if text]
 
 
 def _player(policy: SeatConfig | None) -> str:
@@ -769,7 +773,7 @@ def internals(
         "memory": describe_memory(config, model_files, numerics=numerics),
     }
     return [
-        *(f"{label:<11}{text}" for label, text in said.items() if text),
+        *labelled(said),
         *config.placement.describe(config.parallel, num_engines=config.engine.num_workers),
         *_gpu_table(config, model_files, numerics),
     ]

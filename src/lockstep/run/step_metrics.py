@@ -33,17 +33,12 @@ def step_metrics(
     """
     every = [t for g in groups for t in g.trajectories]
     own = [t for t in every if not t.policy]
-    scored = [t for t in own if t.status != "failed" and t.rewards]
-    rewards = np.array([t.reward for t in scored], np.float64)
     lengths = [t.num_sampled_tokens for t in every]
     row: dict[str, Any] = {"step": step, "policy_version": _version(every)}
-    if len(scored):
-        row |= {
-            "reward/mean": float(rewards.mean()),
-            "reward/std": float(rewards.std()),
-            "reward/min": float(rewards.min()),
-            "reward/max": float(rewards.max()),
-        }
+    if scored := _scored(own):
+        rewards = np.array([t.reward for t in scored], np.float64)
+        for figure in ("mean", "std", "min", "max"):
+            row[f"reward/{figure}"] = float(getattr(rewards, figure)())
         parts = [t.reward_parts for t in scored if not t.seat]
         row |= {f"reward/{k}": v for k, v in _means(parts).items()}
     counters = _means([t.metrics for t in own])
@@ -80,6 +75,11 @@ def step_metrics(
     return row | dict(trainer)
 
 
+def _scored(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """The trajectories with a reward."""
+    return [t for t in trajectories if t.status != "failed" and t.rewards]
+
+
 def _by_source(groups: Sequence[Group]) -> dict[str, float]:
     """Episodes of each component of a mixture, and the mean reward of its episodes without
     failure."""
@@ -90,9 +90,8 @@ def _by_source(groups: Sequence[Group]) -> dict[str, float]:
     row: dict[str, float] = {}
     for name, episodes in sorted(sources.items()):
         row[f"episodes/source/{name}"] = len(episodes)
-        rewards = [t.reward for t in episodes if t.status != "failed" and t.rewards]
-        if rewards:
-            row[f"reward/source/{name}"] = float(np.mean(rewards))
+        if scored := _scored(episodes):
+            row[f"reward/source/{name}"] = float(np.mean([t.reward for t in scored]))
     return row
 
 
@@ -103,17 +102,12 @@ def _by_seat(groups: Sequence[Group], rows: Sequence[Sample]) -> dict[str, float
     seat_of = {t.id: t.seat for t in trajectories if t.seat}
     row: dict[str, float] = {}
     for seat in sorted(set(seat_of.values())):
-        played = [t for t in trajectories if t.seat == seat and t.status != "failed" and t.rewards]
+        played = [t for t in _scored(trajectories) if t.seat == seat]
         row[f"episodes/seat/{seat}"] = sum(t.seat == seat for t in trajectories)
-        by_group = [
-            [t.reward for t in part.trajectories if t.status != "failed" and t.rewards]
-            for g in groups
-            for part in g.by_seat()
-            if part.trajectories[0].seat == seat
-        ]
-        row[f"episodes/without_signal/{seat}"] = sum(
-            len(of_group) > 1 and len(set(of_group)) == 1 for of_group in by_group
-        )
+        parts = [p.trajectories for g in groups for p in g.by_seat()]
+        by_group = [[t.reward for t in _scored(p)] for p in parts if p[0].seat == seat]
+        silent = [rewards for rewards in by_group if len(rewards) > 1 and len(set(rewards)) == 1]
+        row[f"episodes/without_signal/{seat}"] = len(silent)
         if played:
             row[f"reward/{seat}/mean"] = float(np.mean([t.reward for t in played]))
         parts = _means([t.reward_parts for t in played])
@@ -175,7 +169,7 @@ def health_metrics(
     compares: whether the comparison of rewards within a group teaches. decode: ids as text.
     """
     own = [t for g in groups for t in g.trajectories if not t.policy]
-    scored = [t.reward for t in own if t.status != "failed" and t.rewards]
+    scored = [t.reward for t in _scored(own)]
     cuts = Counter(limit for t in own for limit in _limits_met(t, agent))
     row: dict[str, float] = {f"episodes/cut/{name}": cuts[name] for name in LIMITS}
     row["episodes/same_reward"] = len(scored) if len(set(scored)) == 1 else 0
