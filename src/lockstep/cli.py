@@ -212,7 +212,11 @@ def _train(options: argparse.Namespace) -> int | None:
         text = form + "\n".join(f"# {line}" for line in lines)
         _print(options, {"config": to_dict(config), "plan": lines}, text)
         return OK
-    how = {"out": own.get("out") or run, "resume": run is not None, "view": _view(options)}
+    how: dict[str, Any] = {
+        "out": own.get("out") or run,
+        "resume": run is not None,
+        "view": _view(options),
+    }
     return _finish(lockstep.train(config, start=start, **how), options)
 
 
@@ -343,7 +347,11 @@ def _sft(options: argparse.Namespace) -> int | None:
             deque(islice(rows, config.sft.steps * config.sft.rows_per_step), maxlen=0)
         print(dumps(config), end="")
         return OK
-    how = {"out": own.get("out") or run, "resume": run is not None, "view": _view(options)}
+    how: dict[str, Any] = {
+        "out": own.get("out") or run,
+        "resume": run is not None,
+        "view": _view(options),
+    }
     return _finish(lockstep.train_supervised(config, **how), options)
 
 
@@ -441,7 +449,7 @@ def _doctor(options: argparse.Namespace) -> int:
             "run or a dump is only read."
         )
     names = ("format", "only", "tokenizer", "renderer", "model", "adapter", "against")
-    how = {name: getattr(options, name) for name in names}
+    how: dict[str, Any] = {name: getattr(options, name) for name in names}
     diagnosis = lockstep.diagnose(options.target, **how)
     page = ""
     if options.out:
@@ -503,7 +511,7 @@ def _render(options: argparse.Namespace) -> None:
 
     example: lockstep render tiny-gpt-oss messages.json
     """
-    how = {"tools": options.tools, "renderer": options.renderer}
+    how: dict[str, Any] = {"tools": options.tools, "renderer": options.renderer}
     rendered = lockstep.render(options.model, options.messages, **how)
     _print(options, rendered.to_json(), lambda: rendered.show(_console()))
 
@@ -517,7 +525,7 @@ def _export(options: argparse.Namespace) -> None:
     from lockstep.store.checkpoints import split_address
 
     path, _ = split_address(options.target)
-    how = {name: getattr(options, name) for name in ("merged", "hub", "private")}
+    how: dict[str, Any] = {name: getattr(options, name) for name in ("merged", "hub", "private")}
     done = lockstep.export(options.target, options.hf or None, **how)
     place, name = str(done.directory), done.checkpoint
     value = {"run": str(path), "checkpoint": name, "hf": place, "hub": done.hub}

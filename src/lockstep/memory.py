@@ -85,10 +85,8 @@ class MemoryPlan:
         each = f" of each of {self.num_ranks} processes" if self.num_ranks > 1 else ""
         on_host = sum(self.host_parts.values())
         host = f"; {_gib(on_host)} GiB of the host" if on_host else ""
-        return (
-            f"about {_gib(self.num_bytes)} GiB{where}{each} at the peak{there}: "
-            f"{', '.join(texts)}{host}"
-        )
+        peak = f"about {_gib(self.num_bytes)} GiB{where}{each} at the peak{there}"
+        return f"{peak}: {', '.join(texts)}{host}"
 
     def cache_room(self, num_bytes: int, *, takes_turns: bool) -> int:
         """Bytes of the GPU left for keys and values, out of the free bytes. takes_turns: the cache

@@ -86,20 +86,16 @@ class SessionStore:
             return
         groups = list(self._waiting)
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        row: dict[str, Any] = {
-            "step": self._step,
-            "tokens/sampled": sum(t.num_sampled_tokens for t in trajectories),
-        }
-        rewards = [t.reward for t in trajectories if t.rewards]
-        if rewards:
+        num_sampled = sum(t.num_sampled_tokens for t in trajectories)
+        row: dict[str, Any] = {"step": self._step, "tokens/sampled": num_sampled}
+        if rewards := [t.reward for t in trajectories if t.rewards]:
             row["reward/mean"] = sum(rewards) / len(rewards)
         try:
             self._run.write_trajectories(self._step, groups)
             self._run.log(row)
         except OSError as error:
-            raise RunError(
-                f"{self._run.path}: {len(groups)} finished sessions could not be written: {error}."
-            ) from error
+            text = f"{len(groups)} finished sessions could not be written: {error}."
+            raise RunError(f"{self._run.path}: {text}") from error
         del self._waiting[: len(groups)]
         self._step += 1
         self.num_stored += len(groups)
@@ -371,10 +367,8 @@ class BackgroundServer:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         try:
-            opening = self._stack.enter_async_context(
-                opened(served, key=key, out=out, on_wait=note)
-            )
-            self.url = self._wait(opening).url
+            server = opened(served, key=key, out=out, on_wait=note)
+            self.url = self._wait(self._stack.enter_async_context(server)).url
         except BaseException:
             self.close()
             raise

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from lockstep.agent.environment import Score
-from lockstep.agent.scoring import ScorerConfig, accepted_answers
+from lockstep.agent.scoring import Scored, ScorerConfig, accepted_answers
 from lockstep.config import check_numbers, require
 from lockstep.engines.http import HttpClient
 from lockstep.errors import ConfigError, EngineError, JudgeError, ServerRefusedError
@@ -112,9 +112,7 @@ class JudgeScorer(ScorerConfig):
             known = ", ".join(names[:20])
             raise ConfigError(f"judge: {self.url} has no model {self.model!r}; it has: {known}.")
 
-    async def score(
-        self, task: Task, answer: str | None, dialogue: Sequence[Message]
-    ) -> tuple[Score, dict[str, float]]:
+    async def score(self, task: Task, answer: str | None, dialogue: Sequence[Message]) -> Scored:
         """Counters: judge/calls, judge/retries, judge/seconds (waiting), and with several
         gradings judge/spread: the highest minus the lowest, from 0 to 1."""
         if answer is None:

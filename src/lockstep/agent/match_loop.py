@@ -53,10 +53,8 @@ async def collect_matches(
         return played
 
     def groups() -> list[Group]:
-        return [
-            Group(task=task, trajectories=[t for job in of_task for t in job.result()])
-            for task, of_task in jobs
-        ]
+        played = [(task, [t for job in of_task for t in job.result()]) for task, of_task in jobs]
+        return [Group(task=task, trajectories=trajectories) for task, trajectories in played]
 
     async with options.workers(lambda: [t for g in groups() for t in g.trajectories]) as workers:
         jobs = [

@@ -270,9 +270,8 @@ async def _client_of(address: ServerAddress, errors: TextIO) -> AsyncIterator[An
             token = variables.get(address.token_variable)
             headers = {"Authorization": f"Bearer {token}"} if token else {}
             # trust_env: a proxy of the environment must not see requests to this server.
-            http = await stack.enter_async_context(
-                httpx2.AsyncClient(headers=headers, timeout=None, trust_env=False)
-            )
+            client = httpx2.AsyncClient(headers=headers, timeout=None, trust_env=False)
+            http = await stack.enter_async_context(client)
             transport = streamable_http_client(address.url, http_client=http)
         else:
             command = shlex.split(address.command)

@@ -10,6 +10,9 @@ from lockstep.agent.environment import Score
 from lockstep.errors import DataError
 from lockstep.types import Message, Task
 
+Scored = tuple[Score, dict[str, float]]
+"""(score, counters of the episode)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScorerConfig:
@@ -22,11 +25,9 @@ class ScorerConfig:
     def check_task(self, task: Task) -> None:
         """Raises DataError for a task that lacks the data to score by."""
 
-    async def score(
-        self, task: Task, answer: str | None, dialogue: Sequence[Message]
-    ) -> tuple[Score, dict[str, float]]:
-        """(score, counters of the episode). answer: the text of the turn that ended the episode,
-        None if a budget did. dialogue: all messages, the answer included.
+    async def score(self, task: Task, answer: str | None, dialogue: Sequence[Message]) -> Scored:
+        """answer: the text of the turn that ended the episode, None if a budget did. dialogue: all
+        messages, the answer included.
 
         An exception fails the episode: it is stored with its reason, and never trained.
         """
@@ -53,9 +54,7 @@ class ExactScorer(ScorerConfig):
                 "them), which scorer=exact compares with."
             )
 
-    async def score(
-        self, task: Task, answer: str | None, dialogue: Sequence[Message]
-    ) -> tuple[Score, dict[str, float]]:
+    async def score(self, task: Task, answer: str | None, dialogue: Sequence[Message]) -> Scored:
         accepted = {self._normal(each) for each in accepted_answers(task)}
         is_correct = float(answer is not None and self._normal(answer) in accepted)
         parts = {"correctness": is_correct, "answered": float(answer is not None)}

@@ -283,10 +283,8 @@ def check_side_by_side(configs: Sequence[Config]) -> None:
     configs = [replace(config, dtype=config.compute_dtype) for config in configs]
     first, names = configs[0], [config.name for config in configs]
     if len(set(names)) < len(names):
-        raise ConfigError(
-            f"runs side by side need different names; these have {', '.join(names)}. "
-            "Set name= of each."
-        )
+        text = f"runs side by side need different names; these have {', '.join(names)}."
+        raise ConfigError(f"{text} Set name= of each.")
     for config in configs:
         changed = differences(to_dict(first), to_dict(config))
         for path, (mine, theirs) in changed.items():
@@ -478,11 +476,8 @@ def check_critic(config: Config, model_files: ModelFiles) -> None:
 def check_teachers(config: Config, distill: DistillConfig, model_files: ModelFiles) -> None:
     """Raises ConfigError for a teacher that cannot read what the student writes, or is missing."""
     distill.check_sources(config.task.parts if isinstance(config.task, MixtureConfig) else {})
-    if (
-        distill.signal == "full"
-        and config.parallel.shard
-        and config.parallel.num_processes(os.environ) > 1
-    ):
+    is_sharded = config.parallel.shard and config.parallel.num_processes(os.environ) > 1
+    if distill.signal == "full" and is_sharded:
         raise ConfigError(
             "distill.signal=full reads the whole head, which parallel.shard=true spreads over the "
             "processes. Set distill.signal=top_k, or parallel.shard=false."

@@ -104,8 +104,8 @@ def _by_seat(groups: Sequence[Group], rows: Sequence[Sample]) -> dict[str, float
     for seat in sorted(set(seat_of.values())):
         played = [t for t in _scored(trajectories) if t.seat == seat]
         row[f"episodes/seat/{seat}"] = sum(t.seat == seat for t in trajectories)
-        parts = [p.trajectories for g in groups for p in g.by_seat()]
-        by_group = [[t.reward for t in _scored(p)] for p in parts if p[0].seat == seat]
+        rounds = [part.trajectories for g in groups for part in g.by_seat()]
+        by_group = [[t.reward for t in _scored(r)] for r in rounds if r[0].seat == seat]
         silent = [rewards for rewards in by_group if len(rewards) > 1 and len(set(rewards)) == 1]
         row[f"episodes/without_signal/{seat}"] = len(silent)
         if played:
@@ -136,10 +136,8 @@ def _support_bias(groups: Sequence[Group], rows: Sequence[Sample]) -> dict[str, 
         is_truncated = [s.sampling is not None and s.sampling.is_truncated for s in segments]
         is_unknown = [s.support is None for s in segments]
         has_truncated |= any(is_truncated)
-        masks.append(
-            np.repeat(np.logical_and(is_truncated, is_unknown), [len(s) for s in segments])
-            & row.loss_mask
-        )
+        is_biased = np.logical_and(is_truncated, is_unknown)
+        masks.append(np.repeat(is_biased, [len(s) for s in segments]) & row.loss_mask)
     if not has_truncated or not all("logprobs" in row.columns for row in rows):
         return {}
     rollout, trainer = (
@@ -174,9 +172,8 @@ def health_metrics(
     row: dict[str, float] = {f"episodes/cut/{name}": cuts[name] for name in LIMITS}
     row["episodes/same_reward"] = len(scored) if len(set(scored)) == 1 else 0
     if compares and all(s.reward is None for t in own for s in t.segments):
-        row["episodes/groups"] = sum(
-            len(g.trajectories) > 1 and not g.trajectories[0].policy for g in groups
-        )
+        compared = [g for g in groups if len(g.trajectories) > 1 and not g.trajectories[0].policy]
+        row["episodes/groups"] = len(compared)
     failures = Counter(t.error for t in own if t.status == "failed")
     reasons = {"failed": failures.most_common(1)[0][0]} if failures else {}
     tools: dict[str, Counter[str]] = defaultdict(Counter)

@@ -211,10 +211,8 @@ class TrainingRun:
     def is_one_process(self) -> bool:
         """True if sampler and trainer share one process, one set of ops and the weights. It decides
         which mismatch is normal, so an injected fault does not change it."""
-        config, engine = self.config, self.parts.engine
-        return config.is_in_step or (
-            engine.capabilities.shares_weights and not config.max_staleness
-        )
+        shares_weights = self.parts.engine.capabilities.shares_weights
+        return self.config.is_in_step or (shares_weights and not self.config.max_staleness)
 
     # -- metrics and trajectories ---------------------------------------------------------------
 

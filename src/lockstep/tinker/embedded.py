@@ -430,11 +430,8 @@ class EmbeddedBackend:
             if request.num_alternatives:
                 alternatives = _alternatives(decoder, logits, request, seeds[0])
         sequences = result.sequences
-        if num_topk := request.topk_sample_logprobs:
-            sequences = tuple(
-                replace(one, topk=_topk_of_reply(decoder, request, one, num_topk))
-                for one in sequences
-            )
+        if request.topk_sample_logprobs:
+            sequences = tuple(_with_topk(decoder, request, one) for one in sequences)
         return replace(
             result,
             sequences=sequences,
@@ -492,12 +489,13 @@ def _at_all_places(topk: TopK, num_places: int, first: int) -> TopK:
     return TopK(ids=ids, logprobs=logprobs)
 
 
-def _topk_of_reply(decoder: Decoder, request: Sampling, reply: SampledSequence, num: int) -> TopK:
-    """At each sampled token, under the distribution that it was drawn from."""
+def _with_topk(decoder: Decoder, request: Sampling, reply: SampledSequence) -> SampledSequence:
+    """Adds the most likely ids at each sampled token, under the distribution of its draw."""
     ids = np.concatenate([request.prompt_ids, reply.token_ids])
     logits = _logits(decoder, ids)[len(request.prompt_ids) - 1 : -1]
     heat = request.params.temperature or 1.0
-    return _topk(decoder.ops.log_softmax(logits, temperature=heat), num)
+    logprobs = decoder.ops.log_softmax(logits, temperature=heat)
+    return replace(reply, topk=_topk(logprobs, request.topk_sample_logprobs))
 
 
 def _alternatives(decoder: Decoder, logits: Tensor, request: Sampling, seed: int) -> TopK:

@@ -110,6 +110,9 @@ class _Node:
     args: list[Any]
     kwargs: dict[str, Any]
 
+    def __str__(self) -> str:
+        return f"{self.name} ({self.target})"
+
     @property
     def is_sized(self) -> bool:
         """True if its result may be larger than its broadcast arguments."""
@@ -205,22 +208,17 @@ class GraphLoss:
                 num_elements += sum(x.numel() for x in _leaves(result) if isinstance(x, Tensor))
                 _check_size(num_elements, MAX_TOTAL)
             except Exception as error:
-                raise self._error(
-                    f"node {node.name} ({node.target}) fails on datum {index}: {error}"
-                ) from error
+                text = f"node {node} fails on datum {index}: {error}"
+                raise self._error(text) from error
             if time.thread_time() > deadline:
-                raise self._error(
-                    f"it ran longer than {max_seconds:g} s on datum {index}, up to node "
-                    f"{node.name} ({node.target})."
-                )
+                text = f"it ran longer than {max_seconds:g} s on datum {index}, up to node {node}."
+                raise self._error(text)
         outputs = {name: values[node] for name, node in self._output.items()}
         for name, value in outputs.items():
             if not isinstance(value, Tensor) or value.numel() != 1:
                 found = list(value.shape) if isinstance(value, Tensor) else repr(value)
-                raise self._error(
-                    f"its {name or 'loss'} of datum {index} is {found}; expected a tensor of one "
-                    "element."
-                )
+                text = f"its {name or 'loss'} of datum {index} is {found}"
+                raise self._error(f"{text}; expected a tensor of one element.")
         loss = outputs.pop("").reshape(())
         return loss, {name: value.detach().reshape(()) for name, value in outputs.items()}
 

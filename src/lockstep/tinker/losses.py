@@ -75,11 +75,8 @@ class Loss:
 
     def columns_of(self, data: Sequence[Datum]) -> dict[str, npt.NDArray[np.float32]]:
         """[M] each: the inputs that these datums have."""
-        names = [
-            name
-            for name in (*self.inputs, *self.optional_inputs)
-            if any(name in datum.inputs for datum in data)
-        ]
+        given = {name for datum in data for name in datum.inputs}
+        names = [name for name in (*self.inputs, *self.optional_inputs) if name in given]
         return {
             name: np.concatenate(
                 [

@@ -270,11 +270,8 @@ class TinkerRun:
             each.directory, each.version = sampler.directory, sampler.version
         self._samplers.add(sampler)
         payload = {"type": "save_weights_for_sampler", "sampling_session_id": sampler.id}
-        return Done(
-            payload=payload,
-            records=tuple(followers),
-            then=lambda: self._samplers.reload(followers, replaced),
-        )
+        reload = partial(self._samplers.reload, followers, replaced)
+        return Done(payload=payload, records=tuple(followers), then=reload)
 
     async def _save(
         self, request: Accepted, path: str, body: dict[str, Any], *, with_optimizer: bool
@@ -556,8 +553,10 @@ class Models:
         """The body as the run executes it. is_new: False for a body that was accepted before.
         Raises Refusal."""
         if kind == "forward_backward":
-            how = {"find_loss": self._find_loss, "substitute": self._resources.config.substitute}
-            asked = wire.forward_backward_of(body, run.base, **how)
+            substitute = self._resources.config.substitute
+            asked = wire.forward_backward_of(
+                body, run.base, find_loss=self._find_loss, substitute=substitute
+            )
             return self._resources.origins.check(asked, is_new=is_new)
         if kind == "optim_step":
             return wire.optim_step_of(body)

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -169,10 +170,8 @@ def forward_backward_of(
     if not found.data:
         raise invalid("data is empty: forward_backward needs at least one datum.")
     _check_size(tensor.shape for each in found.data for tensor in each.loss_fn_inputs.values())
-    data = tuple(
-        _datum(each, f"data[{at}]", base, is_custom=custom is not None)
-        for at, each in enumerate(found.data)
-    )
+    read = partial(_datum, base=base, is_custom=custom is not None)
+    data = tuple(read(each, f"data[{at}]") for at, each in enumerate(found.data))
     return ForwardBackward(
         data=data, loss=name, config=config, is_forward_only=found.forward_only, custom=custom
     )

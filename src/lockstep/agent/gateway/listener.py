@@ -222,9 +222,7 @@ class Listener:
         """Reads a body of a type, unpacked. Raises Refusal (400, 408, 415), BodyTooLarge."""
         if request.content_type != content_type:
             text = f"the body must be {content_type}, found {request.content_type}."
-            raise Refusal(
-                415, "not_json" if content_type == "application/json" else "wrong_type", text
-            )
+            raise Refusal(415, "not_json" if "json" in content_type else "wrong_type", text)
         encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
         decode = self._decoders.get(encoding)
         if decode is None:
@@ -265,7 +263,19 @@ class Listener:
 
 def open_files(config: GatewayConfig) -> tuple[ssl.SSLContext | None, TextIO | None]:
     """(certificate or None, log or None) of a gateway. Raises ConfigError."""
-    secured = _tls_of(config)
+    secured = None
+    if config.certificate:
+        secured = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        key = config.certificate_key or config.certificate
+        try:
+            # An empty password: a key that needs one fails, instead of asking in the terminal.
+            secured.load_cert_chain(config.certificate, key, password="")
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"gateway.certificate={config.certificate} gateway.certificate_key={key}: "
+                f"{error.strerror or error}. Expected a certificate and its private key, both as "
+                "PEM, the key without a password."
+            ) from error
     try:
         log = Path(config.log).expanduser().open("a", buffering=1) if config.log else None
     except OSError as error:
@@ -274,24 +284,6 @@ def open_files(config: GatewayConfig) -> tuple[ssl.SSLContext | None, TextIO | N
             "directory that exists."
         ) from error
     return secured, log
-
-
-def _tls_of(config: GatewayConfig) -> ssl.SSLContext | None:
-    """None without a certificate. Raises ConfigError."""
-    if not config.certificate:
-        return None
-    found = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    try:
-        # An empty password: a key that needs one fails, instead of asking in the terminal.
-        found.load_cert_chain(config.certificate, config.certificate_key or None, password="")
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(
-            f"gateway.certificate={config.certificate} "
-            f"gateway.certificate_key={config.certificate_key or config.certificate}: "
-            f"{error.strerror or error}. Expected a certificate and its private key, both as PEM, "
-            "the key without a password."
-        ) from error
-    return found
 
 
 def _check_origin(request: web.Request) -> None:

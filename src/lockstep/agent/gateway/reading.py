@@ -103,10 +103,8 @@ class Answered:
         entries: list[dict[str, Any]] = []
         for id_, logprob in zip(reply.token_ids.tolist(), reply.logprobs.tolist(), strict=True):
             spelled = self.renderer.tokenizer.token_bytes(id_)
-            token = spelled.decode("utf-8", "replace")
-            entries.append(
-                {"token": token, "logprob": logprob, "bytes": list(spelled), "top_logprobs": []}
-            )
+            entry = {"token": spelled.decode("utf-8", "replace"), "logprob": logprob}
+            entries.append({**entry, "bytes": list(spelled), "top_logprobs": []})
         return entries
 
 

@@ -397,9 +397,7 @@ def _read_canonical(arguments: str) -> str:
 
 
 def _tools_key(tools: Sequence[ToolSchema]) -> Key:
-    return tuple(
-        (tool.name, tool.description, json.dumps(tool.parameters, sort_keys=True)) for tool in tools
-    )
+    return tuple((t.name, t.description, json.dumps(t.parameters, sort_keys=True)) for t in tools)
 
 
 def _system_key(first_batch: Key) -> Key:

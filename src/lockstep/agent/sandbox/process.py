@@ -331,9 +331,8 @@ class ProcessSandbox(Sandbox):
         is_kept = False
         began = time.monotonic()
         try:
-            ending, printed, error = await worker.run(
-                code, seconds=self._limits.seconds, is_last=not session
-            )
+            limit = self._limits.seconds
+            ending, printed, error = await worker.run(code, seconds=limit, is_last=not session)
             seconds = time.monotonic() - began
             is_kept = bool(session) and ending in ("ok", "error", "refused") and worker.is_alive
         finally:
