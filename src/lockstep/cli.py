@@ -260,6 +260,11 @@ def _view(options: argparse.Namespace) -> ViewKind:
     return "json" if options.json else "verbose" if options.verbose else "live"
 
 
+def _how(options: argparse.Namespace, own: Mapping[str, str], run: Path | None) -> dict[str, Any]:
+    """How a run is started. own: the command's settings. run: the run to continue, or None."""
+    return {"out": own.get("out") or run, "resume": run is not None, "view": _view(options)}
+
+
 def _finish(outcome: Any, options: argparse.Namespace) -> int:
     """The last line of a run is its directory; with --json an object whose `run` key holds it."""
     from lockstep.launch.place import is_follower
