@@ -134,7 +134,7 @@ def _main(argv: Sequence[str] | None) -> int:
         _import_plugins(options.plugin)
         _check_is_run(options)
         _check_output(options)
-        with _faults(options):
+        with _faults(getattr(options, "fault", ())):
             return options.run(options) or OK
     except (LockstepError, OSError) as error:
         if isinstance(error, BrokenPipeError):
@@ -149,13 +149,13 @@ def _main(argv: Sequence[str] | None) -> int:
         return INTERRUPTED
 
 
-def _faults(options: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
+def _faults(words: Sequence[str]) -> contextlib.AbstractContextManager[None]:
     """Injects the defects of `--fault` while the verb runs."""
-    if not getattr(options, "fault", None):
+    if not words:
         return contextlib.nullcontext()
     from lockstep.testing.faults import injected, parse_fault
 
-    return injected(*map(parse_fault, options.fault))
+    return injected(*map(parse_fault, words))
 
 
 def _complain(error: Exception, options: argparse.Namespace) -> None:
@@ -416,12 +416,9 @@ def _serve(options: argparse.Namespace) -> None:
     from lockstep.run.served import find_served
     from lockstep.run_config import ServeConfig
 
-    settings = list(options.settings)
-    for name in ("host", "port", "log"):
-        if (value := getattr(options, name)) is not None:
-            settings.append(f"gateway.{name}={value}")
-    if options.api:
-        settings.append(f"api={options.api}")
+    given = {f"gateway.{name}": getattr(options, name) for name in ("host", "port", "log")}
+    given["api"] = options.api
+    settings = [*options.settings, *(f"{k}={v}" for k, v in given.items() if v is not None)]
     if options.help:
         return _show_settings(options, lambda target: find_served(target, []).config, ServeConfig)
     if not options.target:
@@ -482,11 +479,11 @@ def _faults_of_run(options: argparse.Namespace) -> contextlib.AbstractContextMan
     from lockstep.store.run import is_run, load_run
 
     if options.fault or not is_run(Path(options.target)):
-        return contextlib.nullcontext()
+        return _faults(())
     words = [str(word) for word in load_run(options.target).environment.get("argv", ())]
     after = [words[at + 1] for at, word in enumerate(words[:-1]) if word == "--fault"]
     joined = [word.removeprefix("--fault=") for word in words if word.startswith("--fault=")]
-    return _faults(argparse.Namespace(fault=[*after, *joined]))
+    return _faults([*after, *joined])
 
 
 def _noise(options: argparse.Namespace) -> None:

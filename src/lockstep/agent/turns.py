@@ -53,13 +53,8 @@ class Budget:
 
     @classmethod
     def of(cls, config: AgentConfig, *, max_tokens: int) -> Budget:
-        return cls(
-            max_tokens=max_tokens,
-            max_turns=config.max_turns,
-            max_turn_tokens=config.max_turn_tokens,
-            max_seconds=config.max_seconds,
-            continue_cut_turns=config.continue_cut_turns,
-        )
+        shared = ("max_turns", "max_turn_tokens", "max_seconds", "continue_cut_turns")
+        return cls(max_tokens=max_tokens, **{name: getattr(config, name) for name in shared})
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,11 +108,8 @@ class ModelFiles:
 
     def facts(self) -> dict[str, Any]:
         """The entries of a run's environment.json."""
-        facts: dict[str, Any] = {
-            "architecture": self.model.architecture,
-            "family": self.model.family,
-            "vocab_size": self.model.vocab_size,
-        }
+        names = ("architecture", "family", "vocab_size")
+        facts = {name: getattr(self.model, name) for name in names}
         return facts | ({"renderer": self.renderer_line} if self.renderer_line else {})
 
 

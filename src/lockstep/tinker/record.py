@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -95,14 +96,13 @@ class ModelRecord:
         self._report = MismatchReport.empty()
         self._loss = 0.0
         self._num_rows = self._num_tokens = 0
-        self._num_by_origin: dict[str, int] = {}
+        self._origins: Counter[str] = Counter()
 
     def add(self, request: ForwardBackward, result: ForwardBackwardResult, version: int) -> None:
         """Takes in a pass that collected gradients. version: of the weights in training."""
         self._opened()
         self._loss += result.metrics["loss:sum"]
-        for origin, count in request.origins.items():
-            self._num_by_origin[origin] = self._num_by_origin.get(origin, 0) + count
+        self._origins.update(request.origins)
         compared: list[tuple[npt.NDArray[Any], ...]] = []
         for datum, output in zip(request.data, result.outputs, strict=True):
             self._num_rows += 1
@@ -162,7 +162,7 @@ class ModelRecord:
             "training/rows": float(self._num_rows),
             "tokens/trained": float(self._num_tokens),
             "time/step_seconds": time.monotonic() - self._began,
-            **{f"provenance/{name}": float(n) for name, n in self._num_by_origin.items()},
+            **{f"provenance/{name}": float(n) for name, n in self._origins.items()},
             **self._report.to_metrics("mismatch"),
             **sort_by_age(samples, version=step, limit=step + 1, over_stale="correct")[1],
         }

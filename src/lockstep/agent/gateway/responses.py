@@ -176,21 +176,21 @@ def write(answered: Answered) -> dict[str, Any]:
     asked, reply = answered.asked, answered.replies[0]
     body, turn = asked.body, asked.turn
     is_complete = reply.finish_reason == "stop"
+    repeated = ("instructions", "previous_response_id", "user")
     return {
         "id": response_id(answered),
+        **{name: body.get(name) for name in repeated},
         "object": "response",
         "created_at": answered.created,
         "completed_at": answered.created if is_complete else None,
         "status": "completed" if is_complete else "incomplete",
         "error": None,
         "incomplete_details": None if is_complete else {"reason": "max_output_tokens"},
-        "instructions": body.get("instructions"),
         "max_output_tokens": turn.max_tokens,
         "metadata": body.get("metadata") or {},
         "model": asked.model,
         "output": _items(answered),
         "parallel_tool_calls": body.get("parallel_tool_calls", True),
-        "previous_response_id": body.get("previous_response_id"),
         "reasoning": {"effort": None, "summary": None, **(body.get("reasoning") or {})},
         "store": asked.is_stored,
         "temperature": turn.temperature,
@@ -200,7 +200,6 @@ def write(answered: Answered) -> dict[str, Any]:
         "top_p": turn.top_p,
         "truncation": "disabled",
         "usage": _usage(answered),
-        "user": body.get("user"),
     }
 
 

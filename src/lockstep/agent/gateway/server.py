@@ -497,18 +497,15 @@ def _choice(turn: TurnRequest, at: int) -> TurnRequest:
 
 
 def _summary(session: GatewaySession) -> dict[str, Any]:
-    trajectory = session.trajectory
+    trajectory, names = session.trajectory, ("status", "num_turns", "num_sampled_tokens", "error")
     return {
         "id": session.id,
-        "status": trajectory.status,
+        **{name: getattr(trajectory, name) for name in names},
         "is_finished": session.is_finished,
         "task": trajectory.task_id,
-        "num_turns": trajectory.num_turns,
         "num_tokens": sum(map(len, trajectory.segments)),
-        "num_sampled_tokens": trajectory.num_sampled_tokens,
         "leaves": trajectory.leaves(),
         "rewards": {str(leaf): reward for leaf, reward in session.rewards.items()},
-        "error": trajectory.error,
     }
 
 

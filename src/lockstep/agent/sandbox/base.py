@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from lockstep.agent.background import Background
 from lockstep.config import check_numbers
@@ -170,47 +170,37 @@ class Sandbox:
         return f"MemoryError: the program may fill {self._limits.memory_mib} MiB" * is_full
 
     def _result(
-        self, printed: str, ending: Ending, error: str = "", **fields: Any
+        self,
+        printed: str,
+        ending: Ending,
+        error: str = "",
+        *,
+        is_truncated: bool = False,
+        seconds: float = 0.0,
     ) -> ProgramResult:
+        """A result whose text has at most `output_chars` characters. The printed text is cut to
+        make room for the error, never the reverse, and "ok" then becomes "output".
+
+        printed: text of any length. is_truncated: whether it was cut before.
+        """
         error, limit = error or self._error_of(ending), self._limits.output_chars
-        return result_of(printed, ending=ending, error=error, limit=limit, **fields)
-
-
-def result_of(
-    printed: str,
-    *,
-    ending: Ending,
-    error: str = "",
-    limit: int,
-    is_truncated: bool = False,
-    seconds: float = 0.0,
-) -> ProgramResult:
-    """A result whose text has at most `limit` characters. The printed text is cut to make room for
-    the error, never the reverse, and "ok" then becomes "output".
-
-    printed: text of any length. is_truncated: whether it was cut before.
-
-    >>> result_of("a" * 500, ending="error", error="ValueError: no", limit=64).output
-    'aaaaaaaaaaaaaaaaaaaa\\n[output cut here]\\nValueError: no'
-    """
-    if len(error) > MAX_ERROR_CHARS:
-        error = "[...]\n" + error[-MAX_ERROR_CHARS:]
-    error = error[-limit:]
-    room = limit - (len(error) + 1 if error else 0)
-    if is_truncated or len(printed) > room:
-        is_truncated = True
-        printed = printed[: max(0, room - len(CUT))] + CUT
-        ending = "output" if ending == "ok" else ending
-    parts = [part for part in (printed.rstrip("\n"), error) if part]
-    # A lone surrogate cannot be encoded as UTF-8, and so not as tokens either.
-    output = "\n".join(parts).encode("utf-8", "replace").decode("utf-8")
-    return ProgramResult(
-        output=output,
-        ending=ending,
-        is_truncated=is_truncated,
-        seconds=seconds,
-        metrics=metrics_of(ending, is_truncated=is_truncated),
-    )
+        if len(error) > MAX_ERROR_CHARS:
+            error = "[...]\n" + error[-MAX_ERROR_CHARS:]
+        error = error[-limit:]
+        room = limit - (len(error) + 1 if error else 0)
+        if is_truncated or len(printed) > room:
+            is_truncated = True
+            printed = printed[: max(0, room - len(CUT))] + CUT
+            ending = "output" if ending == "ok" else ending
+        parts = [part for part in (printed.rstrip("\n"), error) if part]
+        return ProgramResult(
+            # A lone surrogate cannot be encoded as UTF-8, and so not as tokens either.
+            output="\n".join(parts).encode("utf-8", "replace").decode("utf-8"),
+            ending=ending,
+            is_truncated=is_truncated,
+            seconds=seconds,
+            metrics=metrics_of(ending, is_truncated=is_truncated),
+        )
 
 
 def metrics_of(ending: Ending, *, is_truncated: bool) -> dict[str, float]:
