@@ -45,8 +45,8 @@ SLACK = 20
 """Lines that a room may be below its ceiling."""
 ROOMS = {
     "nouns: types, errors, config": "types errors config display habits dialogues __init__",
-    "tinker": "tinker tinker_config tinker_server",
-    "run": "run run_config memory model_server supervised verbs cli completion",
+    "tinker": "tinker tinker_config",
+    "run": "run run_config memory model_server supervised verbs cli",
     "renderers": "renderers",
     "models and ops": "models ops",
     "engines, sync, launch": "engines sync launch children system",

@@ -27,11 +27,9 @@ ROWS = [
     ["run"],
     ["doctor", "supervised"],
     ["tinker", "integrations"],
-    ["tinker_server"],
     ["model_server"],
     ["verbs"],
     ["testing"],
-    ["completion"],
     ["cli"],
 ]
 ROW_OF = {name: row for row, names in enumerate(ROWS) for name in names}

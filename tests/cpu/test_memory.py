@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_configs import tiny_config
 
-from lockstep import tinker_server
+from lockstep import model_server
 from lockstep.cli import main
 from lockstep.config import resolve
 from lockstep.engines.config import CPU_CACHE_TOKENS, GPU_SHARE, EmbeddedConfig
@@ -350,7 +350,7 @@ def test_an_engine_that_has_a_gpu_alone_takes_nine_tenths_of_what_is_free(monkey
     alone = engine.sized(EmbeddedConfig(), model)
     assert alone.kv_cache_tokens == int(0.9 * 8 * GIB) // token_bytes // 128 * 128
     assert alone.max_num_sequences == 256
-    share = tinker_server.CACHE_SHARE
+    share = model_server.CACHE_SHARE
     beside = engine.sized(EmbeddedConfig(), model, share=share, longest=512)
     assert beside.kv_cache_tokens == 2 * GIB // token_bytes // 128 * 128
 

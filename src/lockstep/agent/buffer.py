@@ -30,8 +30,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lockstep.agent.difficulty import DifficultySource, plain_state
-from lockstep.agent.tasks import TaskSource
+from lockstep.agent.tasks import DifficultySource, TaskSource, plain_state
 from lockstep.launch.ranks import Ranks
 from lockstep.launch.threads import in_thread
 from lockstep.types import Group, Task

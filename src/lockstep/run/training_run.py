@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.agent.buffer import Buffer
-from lockstep.agent.difficulty import DifficultySource
 from lockstep.agent.gateway.opening import RunGateway
 from lockstep.agent.loop import EpisodeSlots
+from lockstep.agent.tasks import DifficultySource
 from lockstep.config import differences, flatten, to_dict
 from lockstep.errors import ConfigError, EngineError, StorageError
 from lockstep.launch.gpu import release_gpu_memory

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.agent.gateway.exchange import Refusal
-from lockstep.agent.gateway.listener import BodyTooLarge, Listener, Site, web
-from lockstep.agent.gateway.page import section
+from lockstep.agent.gateway.listener import BodyTooLarge, Listener, Site, section, web
 from lockstep.agent.gateway.reading import Value, parsed
 from lockstep.tinker.futures import Reply
 from lockstep.tinker.requests import TinkerError, not_found

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from lockstep.agent.buffer import Buffer
-from lockstep.agent.difficulty import DifficultySource
 from lockstep.agent.loop import EpisodeSlots
-from lockstep.agent.tasks import ListSource
+from lockstep.agent.tasks import DifficultySource, ListSource
 from lockstep.launch.threads import in_thread
 from lockstep.types import Group, Task, Trajectory
 

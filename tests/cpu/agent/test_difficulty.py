@@ -4,8 +4,7 @@ from collections import Counter
 
 import pytest
 
-from lockstep.agent.difficulty import DifficultySource
-from lockstep.agent.tasks import GeneratedSource, ListSource
+from lockstep.agent.tasks import DifficultySource, GeneratedSource, ListSource
 from lockstep.types import Group, Task, Trajectory
 
 TASKS = [Task(id=name) for name in "abcdefghijklmnopqrst"]

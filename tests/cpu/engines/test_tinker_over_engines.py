@@ -12,14 +12,13 @@ from test_adapters_by_name import adapted
 
 from lockstep.config import resolve
 from lockstep.errors import CapabilityError, ConfigError, EngineError
-from lockstep.model_server import BackgroundServer
+from lockstep.model_server import BackgroundServer, open_base
 from lockstep.models.hf_io import copy_decoder, load_checkpoint, save_checkpoint
 from lockstep.models.locate import locate_model
 from lockstep.models.peft_io import save_adapter
 from lockstep.run_config import ServeConfig
 from lockstep.tinker.embedded import EmbeddedBackend
 from lockstep.tinker.requests import Sampling, TinkerError
-from lockstep.tinker_server import open_base
 from lockstep.training.config import TrainerConfig
 from lockstep.types import SamplingParams
 

@@ -8,17 +8,17 @@ import logging
 import ssl
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any, TextIO, cast
 from urllib.parse import urlsplit
 
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.exchange import Refusal
-from lockstep.agent.gateway.page import landing_page
 from lockstep.config import LOOPBACK, cannot_listen
 from lockstep.errors import ConfigError, MissingExtraError
 from lockstep.system import max_open_files
@@ -28,6 +28,7 @@ try:
 except ImportError:  # pragma: no cover
     raise MissingExtraError.of("aiohttp", extra="http", needed_for="the gateway") from None
 
+STYLE = Path(__file__).with_name("page.css").read_text("utf-8")
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Wildcard address -> the address at which this machine reaches itself."""
 ACCEPTED_AT_ONCE = 32
@@ -297,3 +298,39 @@ def _check_origin(request: web.Request) -> None:
         if name and found not in LOOPBACK:
             text = f"this server has no key and answers this machine alone, not {found[:80]!r}."
             raise Refusal(403, "foreign_origin", f"{text} Start it with a key (LOCKSTEP_KEY).")
+
+
+# -- the page at / --------------------------------------------------------------------------------
+
+
+def section(
+    title: str,
+    *,
+    addresses: Mapping[str, str],
+    counts: Mapping[str, int],
+    errors: Iterable[str] = (),
+) -> str:
+    """The part of one API."""
+    lines = "".join(f"<li>{escape(error)}</li>" for error in errors)
+    return (
+        f"<h1>{escape(title)}</h1><h2>Addresses</h2>{_table(addresses, 'code')}"
+        f"<h2>Since the start</h2>{_table(counts, 'span')}"
+        + (f"<h2>Last errors</h2><ul>{lines}</ul>" if lines else "")
+    )
+
+
+def landing_page(sections: Iterable[str]) -> str:
+    """Loads nothing, and itself again every 5 seconds."""
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" '
+        'content="5"><meta name="viewport" content="width=device-width">'
+        f"<title>lockstep serve</title><style>{STYLE}</style>{''.join(sections)}</html>"
+    )
+
+
+def _table(rows: Mapping[str, object], tag: str) -> str:
+    cells = (
+        f"<tr><td>{escape(name)}</td><td><{tag}>{escape(str(value))}</{tag}></td></tr>"
+        for name, value in rows.items()
+    )
+    return f"<table>{''.join(cells)}</table>"

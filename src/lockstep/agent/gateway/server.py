@@ -31,8 +31,7 @@ from lockstep.agent.background import Background
 from lockstep.agent.gateway import chat, messages, responses
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
-from lockstep.agent.gateway.listener import NOTES, Listener, Site, route_of, web
-from lockstep.agent.gateway.page import section
+from lockstep.agent.gateway.listener import NOTES, Listener, Site, route_of, section, web
 from lockstep.agent.gateway.reading import (
     Answered,
     Asked,

@@ -11,6 +11,7 @@ import os
 import platform
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -19,18 +20,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from lockstep.agent.sandbox.process import Launch, _ProcessConfig, inside_arguments
-from lockstep.agent.sandbox.seccomp import TABLES, filter_program
 from lockstep.errors import ConfigError
 
 PROBE_SECONDS = 20.0
 MIN_VERSION = (0, 7)
 """First version with `--size`."""
 NOBODY = 65534
-_VARIABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
-"""Environment of the Python inside, without PYTHONPATH."""
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +78,7 @@ class BubblewrapConfig(_ProcessConfig):
             argv += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
         argv += ["--size", str(self.disk_mib << 20), "--tmpfs", "/tmp", "--remount-ro", "/"]
         folders = ":".join(f"/packages/{index}" for index in range(len(self.packages)))
-        for name, value in {**_VARIABLES, "PYTHONPATH": folders}.items():
+        for name, value in {**_TABLES["variables"], "PYTHONPATH": folders}.items():
             argv += ["--setenv", name, value]
         argv += ["--seccomp", str(reading), "--chdir", "/tmp", "--", "/python/bin/python"]
         argv += ["-S", "-s", *inside_arguments(self, has_group=False)]
@@ -158,3 +157,72 @@ def python_binds(packages: Sequence[str]) -> list[str]:
             hidden = f"{inside}/{name}"
             argv += ["--size", "4096", "--tmpfs", hidden, "--remount-ro", hidden]
     return argv
+
+
+# -- the filter of system calls --------------------------------------------------------------------
+
+
+class _Table(NamedTuple):
+    audit_arch: int
+    denied: frozenset[int]
+    clone: int
+    forks: tuple[int, ...]
+    max_number: int = 0xFFFFFFFF
+    """First number of x86_64's calls with 32-bit pointers, which the filter does not cover."""
+
+
+_X86_64, _AARCH64 = (
+    frozenset(number for by_machine in _TABLES["denied"].values() for number in by_machine[at])
+    for at in range(2)
+)
+TABLES = {
+    "x86_64": _Table(0xC000003E, _X86_64, 56, (57, 58), 0x40000000),  # fork, vfork
+    "aarch64": _Table(0xC00000B7, _AARCH64, 220, ()),
+}
+CLONE3 = 435
+
+EPERM, ENOSYS = 1, 38
+_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER_AT, _ARCH_AT, _CLONE_FLAGS_AT = 0, 4, 16  # in struct seccomp_data; little-endian
+CLONE_NAMESPACES = 0x7E020080
+"""CLONE_NEWTIME, NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
+
+
+def filter_program(*, allow_processes: bool, machine: str | None = None) -> bytes:
+    """A kernel filter of the system calls that a program must not make, as `bwrap --seccomp` reads
+    it: an array of struct sock_filter. allow_processes: whether a program may start threads and
+    processes.
+
+    Namespaces hide files, network and processes. The filter removes the rest: memory that no limit
+    counts, keys that no namespace has, and calls through which kernels have been attacked. A
+    refused call fails with EPERM, which Python raises.
+    """
+    table = TABLES[machine or platform.machine()]
+    denied = table.denied if allow_processes else {*table.denied, table.clone, *table.forks}
+    in_new_namespaces = [
+        _step(_LOAD, _CLONE_FLAGS_AT),
+        _step(_ANY_BIT, CLONE_NAMESPACES, 0, 1),
+        _step(_RETURN, _ERRNO | EPERM),
+        _step(_RETURN, _ALLOW),
+    ]
+    code = [
+        _step(_LOAD, _ARCH_AT),
+        _step(_EQUAL, table.audit_arch, 1, 0),
+        _step(_RETURN, _KILL),
+        _step(_LOAD, _NUMBER_AT),
+        _step(_AT_LEAST, table.max_number, 0, 1),
+        _step(_RETURN, _KILL),
+        # Its flags are in memory, which no filter can read. libc then tries clone.
+        _step(_EQUAL, CLONE3, 0, 1),
+        _step(_RETURN, _ERRNO | ENOSYS),
+    ]
+    for number in sorted(denied):
+        code += [_step(_EQUAL, number, 0, 1), _step(_RETURN, _ERRNO | EPERM)]
+    if allow_processes:
+        code += [_step(_EQUAL, table.clone, 0, len(in_new_namespaces)), *in_new_namespaces]
+    return b"".join([*code, _step(_RETURN, _ALLOW)])
+
+
+def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)

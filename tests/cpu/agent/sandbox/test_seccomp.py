@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from lockstep.agent.sandbox.seccomp import CLONE3, CLONE_NAMESPACES, TABLES, filter_program
+from lockstep.agent.sandbox.bubblewrap import CLONE3, CLONE_NAMESPACES, TABLES, filter_program
 
 ALLOW, EPERM, ENOSYS, KILL = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000
 THREAD = 0x00010F00  # CLONE_THREAD and what goes with it
