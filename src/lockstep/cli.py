@@ -168,14 +168,14 @@ def _complain(error: Exception, options: argparse.Namespace) -> None:
     show_once(error)
 
 
-def _print(options: argparse.Namespace, value: Any, text: str | Callable[[], object]) -> None:
+def _print(options: argparse.Namespace, value: Any, text: Any) -> None:
     """Prints `value` as JSON with --json, else `text`, or calls what prints it."""
     if options.json:
         print(json.dumps(value))
-    elif isinstance(text, str):
-        print(text)
-    else:
+    elif callable(text):
         text()
+    else:
+        print(text)
 
 
 def _console(*, width: int = 100) -> Any:
