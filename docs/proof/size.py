@@ -22,19 +22,19 @@ PACKAGE = ROOT / "src" / "lockstep"
 
 CEILINGS = {
     "nouns: types, errors, config": 1_819,
-    "tinker": 4_053,
-    "run": 5_133,
+    "tinker": 3_882,
+    "run": 5_280,
     "renderers": 3_333,
     "models and ops": 8_698,
     "engines, sync, launch": 9_011,
-    "agent": 6_885,
+    "agent": 6_864,
     "learn: training, correction, objectives": 5_193,
     "doctor": 7_604,
     "integrations": 1_226,
     "store, observe, report": 2_797,
     "environments and recipes": 3_763,
     "testing": 1_547,
-    "tests": 61_776,
+    "tests": 61_771,
     "proofs and benchmarks": 11_811,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling
