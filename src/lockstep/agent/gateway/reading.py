@@ -8,7 +8,7 @@ import json
 import re
 import sys
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -228,13 +228,18 @@ class Value:
         except FieldError as error:
             raise Refusal(400, error.code, str(error), parameter=error.field) from None
 
-    def check_known(self, *names: str) -> None:
-        """Raises Refusal for an unknown field that may change the result: its value is neither
-        null, false, 0 nor empty."""
+    def _unknown(self, name: str, known: Iterable[str]) -> Refusal:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"Did you mean {near[0]!r}?" if near else "Leave it out."
+        text = f"is not known, and would have no effect. {hint}"
+        return self[name].refusal(text, "unknown_parameter")
+
+    def check_known(self, *names: str, is_strict: bool = False) -> None:
+        """Raises Refusal for an unknown field whose value is neither null, false, 0 nor empty.
+        is_strict: only null is allowed."""
         for name, raw in self.object().items():
-            if raw and name not in names:
-                text = "is not known, and would have no effect. Leave it out."
-                raise self[name].refusal(text, "unknown_parameter")
+            if name not in names and (raw or (is_strict and raw is not None)):
+                raise self._unknown(name, names)
 
     def check_fields(self, *tables: str) -> list[str]:
         """Returns the names of ignored fields that are set. Raises Refusal for a field that is
@@ -246,10 +251,7 @@ class Value:
             if plain is None or (known is not None and plain in known.neutral):
                 continue
             if known is None:
-                near = difflib.get_close_matches(name, fields, 1)
-                hint = f"Did you mean {near[0]!r}?" if near else "Leave it out."
-                text = f"is not known, and would have no effect. {hint}"
-                raise value.refusal(text, "unknown_parameter")
+                raise self._unknown(name, fields)
             if known.treatment == "refused":
                 text = f"is {shown(raw)}, which cannot be honoured here. {known.about}"
                 raise value.refusal(text, "unsupported_parameter")

@@ -180,7 +180,7 @@ class GatewayServer:
             raw = await self._listener.read(request, content_type="application/json")
         body = Value(await parsed(raw or b"{}"))
         if fields:
-            body.check_known(*fields)
+            body.check_known(*fields, is_strict=True)
         return body
 
     # -- the session of a request -----------------------------------------------------------------

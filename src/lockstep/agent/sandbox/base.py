@@ -166,8 +166,9 @@ class Sandbox:
         """The model's text for a program that met a limit."""
         if ending == "timeout":
             return f"TimeoutError: the program was ended after {self._limits.seconds:g} s"
-        is_full = ending == "memory"
-        return f"MemoryError: the program may fill {self._limits.memory_mib} MiB" * is_full
+        if ending == "memory":
+            return f"MemoryError: the program may fill {self._limits.memory_mib} MiB"
+        return ""
 
     def _result(
         self,

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, NamedTuple
 from lockstep.agent.sandbox.process import Launch, _ProcessConfig, inside_arguments
 from lockstep.errors import ConfigError
 
-PROBE_SECONDS = 20.0
+PROBE_SECONDS = 60.0
 MIN_VERSION = (0, 7)
 """First version with `--size`."""
 NOBODY = 65534
