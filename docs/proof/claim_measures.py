@@ -23,7 +23,7 @@ import investigation
 import numpy as np
 import torch
 from doctor_faults import with_dropout
-from studies import BASELINE, REPORTED_NOISE
+from studies import words_of
 
 from lockstep.config import resolve
 from lockstep.ops.base import Ops
@@ -131,7 +131,9 @@ def two_renderers(seed: int) -> Figures:
 def pre_and_post_update(seed: int) -> Figures:
     """|k1| between sampler and trainer before and after an update, with sinks ignored."""
     words = ("model=tiny-gpt-oss", "steps=2", "trainer.measure_after_every=1", f"seed={seed}")
-    rows = steps_of(*words, "trainer.schedule=constant", "--fault=ignored_sinks", *BASELINE)
+    rows = steps_of(
+        *words, "trainer.schedule=constant", "--fault=ignored_sinks", *words_of("@baseline")
+    )
     return {
         name: mean(abs(row[f"{metric}/k1"]) for row in rows)
         for name, metric in (("before", "mismatch"), ("after", "mismatch_after"))
@@ -181,7 +183,10 @@ def saved_forward(seed: int) -> Figures:
         row.set("advantages", np.where(row.loss_mask, np.float32(1), np.float32(0)))
     trainer = build(config, preflight(config)).trainer
     out: Figures = {}
-    for name, words in (("recomputed", BASELINE), ("recorded", ("correction=bypass",))):
+    for name, words in (
+        ("recomputed", words_of("@baseline")),
+        ("recorded", ("correction=bypass",)),
+    ):
         correction = config_of(*words).correction
         seconds = []
         for _ in range(4):
@@ -198,7 +203,9 @@ def saved_forward(seed: int) -> Figures:
 def cache_hits(seed: int) -> Figures:
     """Share of the prefixes of re-scorings that the embedded engine finds in its cache."""
     words = ("model=tiny-gpt-oss", "contract=none", "correction=averaged", "steps=1")
-    return {"share": mean_of("noise/cache_hit_share", *words, *REPORTED_NOISE, f"seed={seed}")}
+    return {
+        "share": mean_of("noise/cache_hit_share", *words, *words_of("@as-reported"), f"seed={seed}")
+    }
 
 
 def benchmark(name: str, *words: str) -> list[dict[str, Any]]:

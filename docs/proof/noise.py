@@ -12,7 +12,7 @@ from statistics import mean
 from typing import Any
 
 from run import rounded, stamp
-from studies import REPORTED_NOISE, TEN_TIMES
+from studies import PLAN, each_of
 
 from lockstep import measure_noise
 from lockstep.config import resolve
@@ -21,30 +21,6 @@ from lockstep.testing.faults import injected, split_faults
 
 RESULTS = Path(__file__).parent / "noise.json"
 SEEDS = (0, 1, 2)
-
-ROWS = {
-    "embedded, true-on-policy": (),
-    "embedded, stock ops": ("contract=none",),
-    "embedded, sampler in bfloat16": ("contract=none", "engine.dtype=bfloat16"),
-    "embedded, kernel noise 0.035": ("--fault=kernel_noise,std=0.035",),
-    "embedded, router noise 0.1": ("--fault=router_noise,std=0.1",),
-    "embedded, noise of a large mixture": REPORTED_NOISE,
-    "embedded, three times that": (
-        "--fault=sampling_noise,router_std=0.36,bias=0.084,trainer_std=1.5e-3",
-    ),
-    "embedded, ten times that": TEN_TIMES,
-    "tiny-qwen3, embedded, stock ops": ("model=tiny-qwen3", "contract=none"),
-    "tiny-qwen3, embedded, sampler in bfloat16": (
-        "model=tiny-qwen3",
-        "contract=none",
-        "engine.dtype=bfloat16",
-    ),
-    "tiny-qwen3, embedded, kernel noise 0.008": (
-        "model=tiny-qwen3",
-        "--fault=kernel_noise,std=0.008",
-    ),
-}
-"""Name -> settings; of tiny-gpt-oss where it does not say otherwise."""
 
 
 def measured(words: tuple[str, ...], seed: int) -> dict[str, float]:
@@ -56,7 +32,7 @@ def measured(words: tuple[str, ...], seed: int) -> dict[str, float]:
 
 def main() -> None:
     rows: dict[str, Any] = {}
-    for name, words in ROWS.items():
+    for name, words in each_of(PLAN["noise"]).items():
         seeds = [measured(words, seed) for seed in SEEDS]
         means = {figure: mean(found[figure] for found in seeds) for figure in seeds[0]}
         print(name, *(f"{figure} {value:.2g}" for figure, value in means.items()), flush=True)

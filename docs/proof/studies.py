@@ -6,13 +6,12 @@
     python docs/proof/studies.py sinks --arms ignored ...  some arms alone
     python docs/proof/studies.py --draw               the plots again, from studies.json
 
-A study is conditions (what is wrong) times arms (what is done about it) times seeds. Each is a run
-of the quickstart's agent, in build/studies/STUDY/CONDITION/ARM/seed-N. What a run found goes into
-studies.json beside this file as soon as it ends. A run whose command is in that file is not run
+A study is conditions (what is wrong) times arms (what is done about it) times seeds; studies.toml
+lists them. Each is a run of the quickstart's agent, in build/studies/STUDY/CONDITION/ARM/seed-N.
+Its figures go into studies.json as soon as it ends. A run whose command is in that file is not run
 again: interrupt this at will, commit what is finished, and go on elsewhere. An arm whose settings
-change is run anew, and its old seeds are dropped. Each study has a
-plot in docs/studies/. No seconds are reported, so the figures do not depend on what else the
-machine does.
+change is run anew, and its old seeds are dropped. Each study has a plot in docs/studies/. No
+seconds are reported, so the figures do not depend on what else the machine does.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -39,50 +39,13 @@ matplotlib.use("agg")  # no display is needed
 from matplotlib import pyplot
 from run import host, rounded
 
-from lockstep.recipes.methods import METHODS
-
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 RUNS = ROOT / "build" / "studies"
 PLOTS = ROOT / "docs" / "studies"
 RESULTS = HERE / "studies.json"
 
-QUIET = ("evaluation.at_start=false", "evaluation.num_tasks=256", "checkpoint.every=0")
-KEEP_LITTLE = ("record.keep=last", "record.keep.steps=1")
-
-BASELINE = ("correction.anchor=recomputed",)
-FOUR_ARMS = {
-    "baseline": BASELINE,
-    "token IS": ("correction=tis",),
-    "IS + rejection": ("correction=mis", "correction.normalize=false"),
-    "IS + rejection + normalisation": ("correction=mis",),
-}
-SINK_ARMS = {
-    "correct": BASELINE,
-    "ignored": ("--fault=ignored_sinks", *BASELINE),
-    "ignored, attention frozen": (
-        "--fault=ignored_sinks",
-        "trainer.freeze=*.attention.*",
-        *BASELINE,
-    ),
-    "ignored, sequence IS": (
-        "--fault=ignored_sinks",
-        "correction=tis",
-        "correction.level=sequence",
-    ),
-}
-FORK_STEP = 40
-
-REPORTED_NOISE = ("--fault=sampling_noise,router_std=0.12,bias=0.028,trainer_std=5e-4",)
-"""What KwaiKAT's table has of a mixture: the means of two log-probs 0.008 apart, a variance of
-1e-3 in the sampler and of 1e-7 in the trainer. The variances are of few tokens near a tie and
-differ threefold between batches; noise.py has what was found."""
-THREE_TIMES = ("--fault=sampling_noise,router_std=0.4,bias=0.093,trainer_std=1.7e-3",)
-TEN_TIMES = ("--fault=sampling_noise,router_std=1.2,bias=0.28,trainer_std=5e-3",)
-"""The same faults at 3.3 and ten times their scale. The variance of log-probs grows faster, since
-routers flip: in the runs of `collapse` it is 160 times the reported one."""
-NOISE_AND_BIAS = ("--fault=sampling_noise,router_std=0.4,bias=0.093", "--fault=ignored_sinks")
-"""The sampler's noise at 3.3 times its scale, and a trainer that computes another model."""
+Words = tuple[str, ...]
 
 COLLAPSE_STEPS = 10
 COLLAPSE_DROP = 0.25
@@ -94,6 +57,12 @@ a fifth is no dip any more."""
 
 HELD_OUT = "eval/sampled/mean@1"
 
+WINDOWS = {
+    "all": slice(None), "first": slice(1), "first_10": slice(10), "last_10": slice(-10, None),
+    "last_100": slice(-100, None), "steps_200_300": slice(200, 300),
+}  # fmt: skip
+"""Table of figures -> the steps that they are the means of."""
+
 SMOOTHING = 5
 """Steps of the running mean in the plots, and steps between two of their points: a step has 64
 episodes, and its mean reward is noisy."""
@@ -104,13 +73,13 @@ class Study:
     """Conditions times arms, and what is drawn of them."""
 
     title: str
-    settings: tuple[str, ...]
+    settings: Words
     """Of every run."""
-    conditions: Mapping[str, tuple[str, ...]]
+    conditions: Mapping[str, Words]
     """By name: what is wrong."""
-    arms: Mapping[str, tuple[str, ...]]
+    arms: Mapping[str, Words]
     """By name: what is done about it."""
-    curves: tuple[str, ...]
+    curves: Words
     """Metrics that are drawn, and kept with the figures."""
     recipe: str = "quickstart"
     model: str = ""
@@ -118,343 +87,41 @@ class Study:
     plugin: str = ""
     """File with the recipes of the model and of the runs."""
     contract: str = "none"
-    parent: tuple[str, ...] = ()
+    parent: Words = ()
     """Settings of the run that is forked; none: the runs begin at the shipped model."""
-    teacher: tuple[str, ...] = ()
+    fork_step: int = 0
+    """Its step at which the others begin."""
+    teacher: Words = ()
     """Settings of the run of the quickstart whose policy teaches the arms that distil."""
     num_seeds: int = 3
     """From 0, of the plan; a table says where fewer have been run."""
 
+    @classmethod
+    def read(cls, *, usual_arms: str = "", **fields: Any) -> Study:
+        """usual_arms: the name of arms of several studies. fields: a study's table."""
+        arms = PLAN["arms"].get(usual_arms, {}) | fields.get("arms", {})
+        for name in ("settings", "curves", "parent", "teacher"):
+            fields[name] = words_of(fields.get(name, ""))
+        return cls(**fields | {"conditions": each_of(fields["conditions"]), "arms": each_of(arms)})
 
-DISTILLED = (
-    "steps=60",
-    "evaluation.every=5",
-    "groups_per_step=16",
-    "group_size=1",
-    "trainer.lr=2e-3",
-)
-"""The recipe `distill`, but for its teacher."""
 
-CHAINS = {"recipe": "chains", "plugin": "docs/proof/chains.py", "model": "chains-model"}
+def words_of(text: str) -> Words:
+    """The settings in a text of studies.toml.
 
-STUDIES = {
-    "tokens": Study(
-        title="rows that are not what was sampled",
-        settings=("model=tiny-qwen3", "steps=60", *QUIET),
-        conditions={
-            "healthy": (),
-            "shifted log-probs": ("--fault=shifted_logprobs",),
-            "re-tokenised, log-probs by position": ("--fault=retokenized_rows",),
-            "re-tokenised, log-probs recomputed": ("--fault=retokenized_rows,logprobs=recomputed",),
-            "final tokens dropped": ("--fault=dropped_final_tokens",),
-        },
-        arms={"as by default": ()},
-        curves=("reward/mean", "response_length/mean", "mismatch/k1", "mismatch/k2"),
-    ),
-    "corrections": Study(
-        title="four arms, without and with an injected mismatch",
-        settings=("model=tiny-qwen3", "steps=60", *QUIET, *KEEP_LITTLE),
-        conditions={
-            "no mismatch": (),
-            "kernel noise 0.035": ("--fault=kernel_noise,std=0.035",),
-            "kernel noise 0.5": ("--fault=kernel_noise,std=0.5",),
-        },
-        arms=FOUR_ARMS,
-        curves=(
-            "reward/mean",
-            "response_length/mean",
-            "mismatch/k3",
-            "correction/rejected_share",
-            "mismatch/ess",
-        ),
-    ),
-    "fork": Study(
-        title=f"a run that is forked at step {FORK_STEP}",
-        settings=("steps=80", *QUIET, *KEEP_LITTLE),
-        parent=(
-            "model=tiny-gpt-oss",
-            f"steps={FORK_STEP}",
-            "trainer.schedule=constant",
-            *BASELINE,
-            *QUIET,
-            *KEEP_LITTLE,
-        ),
-        conditions={
-            "kernel noise that grows to 0.5": (
-                f"--fault=kernel_noise,std=0.02,growth=0.012,growth_from={FORK_STEP}",
-            ),
-            "router noise 0.3": ("--fault=router_noise,std=0.3",),
-            "lr x 3 and no fault": ("trainer.lr=3e-3",),
-            "weights 4 updates old": ("--fault=stale_weights,lag=4",),
-            "weights 4 updates old, lr x 3": (
-                "--fault=stale_weights,lag=4",
-                "trainer.lr=3e-3",
-            ),
-        },
-        arms={"base": BASELINE, "MIS": ("correction=mis",)},
-        num_seeds=5,  # equal runs part widely where they break down
-        curves=("mismatch/k3", "reward/mean", "response_length/mean", "correction/rejected_share"),
-    ),
-    "moe": Study(
-        title="a mixture of experts with a noisy router",
-        settings=("model=tiny-gpt-oss", "steps=60", *QUIET, *KEEP_LITTLE),
-        conditions={"router noise 0.1": ("--fault=router_noise,std=0.1",)},
-        arms={
-            "recomputed": BASELINE,
-            "rollout": ("correction=bypass",),
-            "TIS": ("correction=tis",),
-            "MIS": ("correction=mis",),
-            "averaged, n=8": ("correction=averaged",),
-        },
-        curves=("reward/mean", "response_length/mean", "mismatch/k3", "mismatch/ess"),
-    ),
-    "averaging": Study(
-        title="five estimates of the old policy, under the noise of a large mixture of experts",
-        settings=("model=tiny-gpt-oss", "steps=150", *QUIET, *KEEP_LITTLE),
-        conditions={
-            "noise as measured": REPORTED_NOISE,
-            "ten times": TEN_TIMES,
-        },
-        arms={
-            "averaged, n=8": ("correction=averaged",),
-            "recomputed": BASELINE,
-            "rollout": ("correction=bypass",),
-            "TIS, 2": ("correction=tis",),
-            "replay": (*BASELINE, "trainer.routing_replay=rollout"),
-            "replay in part": (
-                *BASELINE,
-                "trainer.routing_replay=rollout",
-                "trainer.partial_routes=true",
-                "--fault=lost_routes,share=0.5",
-            ),
-            "TIS, 1.5": ("correction=tis", "correction.limits=0,1.5"),
-            "TIS, 5": ("correction=tis", "correction.limits=0,5"),
-        },
-        curves=("reward/mean", "behaviour/k3", "mismatch/k3", "train/grad_norm", "train/entropy"),
-    ),
-    "sinks": Study(
-        title="attention sinks that the trainer gets wrong",
-        settings=("model=tiny-gpt-oss", "steps=150", *QUIET, *KEEP_LITTLE),
-        conditions={"tiny-gpt-oss": ()},
-        arms={
-            **SINK_ARMS,
-            "no gradient": ("--fault=detached_sinks", *BASELINE),
-            "ignored, rollout": ("--fault=ignored_sinks", "correction=bypass"),
-            "ignored, token TIS": ("--fault=ignored_sinks", "correction=tis"),
-            "ignored, MIS": ("--fault=ignored_sinks", "correction=mis"),
-            "correct, attention frozen": ("trainer.freeze=*.attention.*", *BASELINE),
-        },
-        curves=(
-            "reward/mean",
-            "train/grad_norm",
-            "train/entropy",
-            "mismatch/k3",
-            "mismatch/log_ppl_abs_diff_max",
-        ),
-    ),
-    **{
-        f"sinks-{recipe}": Study(
-            title=f"sinks that the trainer ignores, on the task {recipe}",
-            recipe=recipe,
-            model=model,
-            settings=(*rate, "evaluation.at_start=false", "checkpoint.every=0", *KEEP_LITTLE),
-            conditions={recipe: ()},
-            arms={
-                **SINK_ARMS,
-                "ignored, token TIS": ("--fault=ignored_sinks", "correction=tis"),
-            },
-            curves=("reward/mean", "train/grad_norm", "train/entropy", "mismatch/k3"),
-        )
-        # At the recipes' own 1e-3, the sound trainer of this model forgets mathematics.
-        for recipe, model, rate in (
-            ("math", "tiny-math", ("trainer.lr=3e-4",)),
-            ("retool", "tiny-math", ("trainer.lr=3e-4",)),
-            ("instructions", "tiny-instructions", ()),
-        )
-    },
-    "collapse": Study(
-        title="noise of 3.3 times the reported scale, four updates per batch",
-        settings=(
-            "model=tiny-gpt-oss",
-            "steps=120",
-            "trainer.updates_per_batch=4",
-            "trainer.schedule=constant",
-            *QUIET,
-            *KEEP_LITTLE,
-        ),
-        conditions={
-            "noise scale 3.3": THREE_TIMES,
-            "noise scale 3.3, sinks ignored": NOISE_AND_BIAS,
-        },
-        arms={
-            "averaged, n=8": ("correction=averaged",),
-            "TIS, 2": ("correction=tis",),
-            "rollout": ("correction=bypass",),
-            "recomputed": BASELINE,
-            "replay": (*BASELINE, "trainer.routing_replay=rollout"),
-            "MIS": ("correction=mis",),
-            "TIS, 1.5": ("correction=tis", "correction.limits=0,1.5"),
-            "TIS, 5": ("correction=tis", "correction.limits=0,5"),
-        },
-        num_seeds=5,
-        curves=("reward/mean", "behaviour/k3", "mismatch/k3", "train/grad_norm", "train/entropy"),
-    ),
-    "growth": Study(
-        title="answers that grow over three to six searches, with kernel noise 0.5",
-        **CHAINS,
-        settings=("steps=300", *QUIET, *KEEP_LITTLE),
-        conditions={"kernel noise 0.5": ("--fault=kernel_noise,std=0.5",)},
-        arms=FOUR_ARMS,
-        curves=("reward/mean", "response_length/mean", "mismatch/k3", "train/entropy"),
-    ),
-    "thousand": Study(
-        title="a thousand steps under the contract, on the same task",
-        **CHAINS,
-        settings=("steps=1000", *QUIET, *KEEP_LITTLE),
-        conditions={"sound": ()},
-        arms={"by default": ()},
-        contract="auto",
-        num_seeds=5,
-        curves=("reward/mean", "response_length/mean", "mismatch/k3", "train/entropy"),
-    ),
-    "methods": Study(
-        title="published methods at one and four updates per batch",
-        settings=(
-            "model=tiny-gpt-oss",
-            "steps=100",
-            "evaluation.at_start=false",
-            "evaluation.every=10",
-            "evaluation.num_tasks=128",
-            "evaluation.greedy=false",
-            "checkpoint.every=0",
-            *KEEP_LITTLE,
-        ),
-        conditions={
-            "1 update": (),
-            "4 updates": ("trainer.updates_per_batch=4",),
-        },
-        arms={
-            "by default": (),
-            **{method: (f"method={method}",) for method in METHODS},
-            "refill": ("signal.max_extra_tasks=16",),
-        },
-        curves=("reward/mean", "train/entropy", "train/clip_fraction", "train/grad_norm"),
-    ),
-    "credit": Study(
-        title="credit of single turns, on questions of two hops",
-        settings=(
-            "model=tiny-gpt-oss",
-            "steps=100",
-            "task.two_hop_share=1",
-            "evaluation.at_start=false",
-            "evaluation.every=10",
-            "evaluation.num_tasks=128",
-            "evaluation.greedy=false",
-            "checkpoint.every=0",
-            *KEEP_LITTLE,
-        ),
-        conditions={"two hops": ()},
-        arms={
-            "by default": (),
-            "same turn": ("credit.compare=turn",),
-            "same turn, gamma 0.9": ("credit.compare=turn", "credit.gamma=0.9"),
-            "same path": ("credit.compare=path",),
-            "GiGPO": ("credit.compare=observation", "credit.gamma=0.95"),
-            "own rewards added": ("task.turn_rewards=true",),
-            "MT-GRPO": ("task.turn_rewards=true", "credit.process=turn"),
-            "process supervision": ("task.turn_rewards=true", "credit.process=group"),
-            "own rewards in the return": (
-                "task.turn_rewards=true",
-                "credit.process=return",
-                "credit.compare=turn",
-            ),
-        },
-        curves=("reward/mean", "train/entropy", "credit/compared_share", "train/grad_norm"),
-    ),
-    "distill": Study(
-        title="a teacher's log-probs in place of rewards",
-        settings=(
-            "model=tiny-gpt-oss",
-            "evaluation.at_start=false",
-            "evaluation.num_tasks=256",
-            "evaluation.greedy=false",
-            "checkpoint.every=0",
-            *KEEP_LITTLE,
-        ),
-        conditions={"quickstart": ()},
-        arms={
-            "rewards alone": ("steps=100", "evaluation.every=10"),
-            **{
-                f"teacher, {signal}": (*DISTILLED, f"distill.signal={signal}")
-                for signal in ("sampled", "top_k", "full")
-            },
-            "teacher, top_k, and rewards": (
-                *DISTILLED,
-                "group_size=4",
-                "groups_per_step=4",
-                "distill.signal=top_k",
-                "distill.reward_coef=1",
-            ),
-        },
-        teacher=("seed=100", "evaluation.num_tasks=256", "evaluation.at_start=false"),
-        curves=("reward/mean", "train/entropy", "distill/kl", "train/grad_norm"),
-    ),
-    "penalty": Study(
-        title="a KL penalty under ignored sinks",
-        settings=("model=tiny-gpt-oss", "steps=50", *QUIET, *KEEP_LITTLE, *BASELINE),
-        conditions={"sinks ignored": ("--fault=ignored_sinks",)},
-        arms={
-            "none": (),
-            **{
-                f"{form}, {coef:g}": (
-                    f"correction.kl_penalty_form={form}",
-                    f"correction.kl_penalty_coef={coef:g}",
-                )
-                for form in ("advantage", "loss")
-                for coef in (0.01, 0.3)
-            },
-            **{
-                f"{form}, 0.3, clip 1": (
-                    f"correction.kl_penalty_form={form}",
-                    "correction.kl_penalty_coef=0.3",
-                    "correction.kl_penalty_clip=1",
-                )
-                for form in ("advantage", "loss")
-            },
-        },
-        num_seeds=5,
-        curves=("reward/mean", "mismatch/k3", "train/grad_norm"),
-    ),
-    "renderers": Study(
-        title="the same format by our renderer and by a template",
-        settings=("model=tiny-gpt-oss", "steps=60", *QUIET, *KEEP_LITTLE),
-        conditions={"quickstart": ()},
-        arms={
-            "harmony": (),
-            "template": (
-                "renderer=jinja",
-                "renderer.tools=template",  # else calls are text: it writes no schemas
-                "renderer.template=docs/proof/harmony.jinja",
-                "renderer.variables.recipient_last=true",  # as the model samples it
-            ),
-        },
-        curves=("reward/mean", "response_length/mean", "mismatch/k3"),
-    ),
-    "late": Study(
-        title="a sampler in bfloat16, for 700 steps",
-        settings=(
-            "model=tiny-qwen3",
-            "steps=700",
-            "engine.dtype=bfloat16",
-            "trainer.schedule=constant",
-            *QUIET,
-            *KEEP_LITTLE,
-        ),
-        conditions={"bfloat16 sampler": ()},
-        arms={"recomputed": BASELINE},
-        curves=("reward/mean", "response_length/mean", "mismatch/k3", "train/entropy"),
-    ),
-}
+    >>> words_of("model=tiny-qwen3 @baseline")
+    ('model=tiny-qwen3', 'correction.anchor=recomputed')
+    """
+    named = PLAN["words"]
+    found = (words_of(named[w[1:]]) if w.startswith("@") else (w,) for w in text.split())
+    return tuple(word for words in found for word in words)
+
+
+def each_of(texts: Mapping[str, str]) -> dict[str, Words]:
+    return {name: words_of(text) for name, text in texts.items()}
+
+
+PLAN = tomllib.loads((HERE / "studies.toml").read_text())
+STUDIES = {name: Study.read(**table) for name, table in PLAN["studies"].items()}
 
 
 # -- runs -----------------------------------------------------------------------------------------
@@ -545,7 +212,7 @@ def run_of(name: str, condition: str, arm: str, seed: int) -> Run:
     study = STUDIES[name]
     start = (study.recipe, *(("--plugin", study.plugin) if study.plugin else ()))
     if study.parent:
-        start = (f"from={parent_of(name, seed).path.relative_to(ROOT)}@{FORK_STEP}",)
+        start = (f"from={parent_of(name, seed).path.relative_to(ROOT)}@{study.fork_step}",)
     if study.model:
         start = (*start, f"model={model_of(name).path.relative_to(ROOT)}/model")
     settings = (*study.settings, *study.conditions[condition], *study.arms[arm])
@@ -665,60 +332,29 @@ def figures_of(run: Run) -> dict[str, Any]:
         values = [row[name] for row in steps[part] if name in row]
         return mean(values) if values else None
 
+    def largest(name: str) -> float:
+        return max(row[name] for row in steps)
+
     tens = [over("reward/mean", slice(at, at + 10)) for at in range(0, len(steps), 10)]
-    largest = {
-        name: max(row[f"mismatch/{name}"] for row in steps)
-        for name in ("k3", "max_abs_diff", "log_ppl_abs_diff_max")
+    means = {
+        figure: over(metric, part)
+        for window, part in WINDOWS.items()
+        for figure, metric in PLAN["figures"][window].items()
     }
-    return {
+    return means | {
+        **{figure: largest(metric) for figure, metric in PLAN["figures"]["largest"].items()},
         "steps": len(steps),
         "skipped_updates": steps[-1]["train/skipped_updates"],
-        "reward_first_10": over("reward/mean", slice(10)),
-        "reward_last_10": over("reward/mean", slice(-10, None)),
         "reward_worst_10": min(value for value in tens if value is not None),
         "held_out_sampled": tests[-1][HELD_OUT] if tests else None,
         "held_out_greedy": tests[-1].get("eval/greedy/mean@1") if tests else None,
         "tokens_to_80": tokens_to(rows, 0.8),
         "tokens_to_90": tokens_to(rows, 0.9),
         "tokens_sampled": sum(row["tokens/sampled"] for row in steps),
-        "response_length_first_10": over("response_length/mean", slice(10)),
-        "response_length_last_10": over("response_length/mean", slice(-10, None)),
-        "forced_share_first": steps[0]["mismatch/forced_share"],
-        "k1_first": steps[0]["mismatch/k1"],
-        "k2_first": steps[0]["mismatch/k2"],
-        "k3_first": steps[0]["mismatch/k3"],
-        "k1_last_10": over("mismatch/k1", slice(-10, None)),
-        "k2_last_10": over("mismatch/k2", slice(-10, None)),
-        "k3_mean": over("mismatch/k3"),
-        "k3_first_10": over("mismatch/k3", slice(10)),
-        "k3_last_10": over("mismatch/k3", slice(-10, None)),
-        "k3_steps_200_300": over("mismatch/k3", slice(200, 300)),
-        "k3_last_100": over("mismatch/k3", slice(-100, None)),
-        "k3_largest": largest["k3"],
-        "max_abs_diff": largest["max_abs_diff"],
-        "log_ppl_abs_diff_max": largest["log_ppl_abs_diff_max"],
-        "log_ppl_abs_diff_max_last_10": over("mismatch/log_ppl_abs_diff_max", slice(-10, None)),
-        "ess": over("mismatch/ess"),
-        "ess_last_10": over("mismatch/ess", slice(-10, None)),
-        "rejected_share": over("correction/rejected_share"),
-        "rejected_share_last_10": over("correction/rejected_share", slice(-10, None)),
-        "weight_mean": over("correction/weight_mean"),
-        "grad_norm": over("train/grad_norm"),
-        "grad_norm_last_10": over("train/grad_norm", slice(-10, None)),
-        "grad_norm_largest": max(row["train/grad_norm"] for row in steps),
-        "entropy_last_10": over("train/entropy", slice(-10, None)),
-        "clip_fraction": over("train/clip_fraction"),
         "trained_share": sum(r["tokens/trained"] for r in steps)
         / sum(r["tokens/sampled"] for r in steps),
-        "averaged_k3_mean": over("mismatch_averaged/k3"),
-        "behaviour_k3_mean": over("behaviour/k3"),
-        "behaviour_k3_last_10": over("behaviour/k3", slice(-10, None)),
-        "behaviour_k3_largest": max(row["behaviour/k3"] for row in steps),
-        "replayed_share": over("routing/replayed_share"),
         "collapses": float(collapsed is not None),
         "collapse_step": collapsed,
-        "noise_var_rollout": over("noise/var_rollout"),
-        "compared_share": over("credit/compared_share"),
     }
 
 
@@ -785,26 +421,8 @@ def match_rates(run: Run) -> dict[str, float]:
 
 # -- plots ----------------------------------------------------------------------------------------
 
-LABELS = {
-    "reward/mean": "mean reward",
-    "response_length/mean": "response, tokens",
-    "mismatch/k1": "|k1|, nats",
-    "mismatch/k2": "k2, nats squared",
-    "mismatch/k3": "k3, nats",
-    "behaviour/k3": "k3 of what stands\nfor the sampler, nats",
-    "correction/rejected_share": "rejected share of tokens",
-    "mismatch/ess": "effective sample size, share",
-    "mismatch/log_ppl_abs_diff_max": "largest log-perplexity\ngap, nats",
-    "train/grad_norm": "gradient norm",
-    "train/entropy": "entropy, nats",
-    "train/clip_fraction": "clipped share of tokens",
-    "credit/compared_share": "share of turns\nwith a peer",
-    "distill/kl": "KL from the teacher,\nnats",
-}
-LOGARITHMIC = (
-    "mismatch/k1", "mismatch/k2", "mismatch/k3", "behaviour/k3", "mismatch/log_ppl_abs_diff_max",
-    "train/grad_norm",
-)  # fmt: skip
+LOGARITHMIC = PLAN["labels"]["logarithmic"]
+LABELS = PLAN["labels"]["linear"] | LOGARITHMIC
 COLOURS = (  # told apart by the colour-blind
     "#0072b2", "#e69f00", "#009e73", "#cc3311", "#7a5195", "#56b4e9", "#999999", "#000000",
     "#b8860b",

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.recipes.methods import METHODS
+
 PROOFS = Path(__file__).parents[2] / "docs" / "proof"
 sys.path.append(str(PROOFS))
 
@@ -124,13 +126,17 @@ def test_a_verdict_that_changes_fails_and_leaves_the_file(monkeypatch, tmp_path,
     assert json.loads(found.read_text())["claims"][0]["verdicts"] == ["reproduces"]
 
 
+def test_the_study_of_methods_has_all_published_methods():
+    assert set(METHODS) <= set(studies.STUDIES["methods"].arms)
+
+
 @pytest.fixture
 def small_study(monkeypatch, tmp_path):
     small = replace(
         studies.STUDIES["moe"],
         settings=("steps=2", "groups_per_step=1", "group_size=2", "evaluation=none"),
         conditions={"sound": ()},
-        arms={"recomputed": studies.BASELINE, "rollout": ("correction=bypass",)},
+        arms={"recomputed": studies.words_of("@baseline"), "rollout": ("correction=bypass",)},
     )
     monkeypatch.setitem(studies.STUDIES, "moe", small)
     monkeypatch.setattr(studies, "RESULTS", tmp_path / "studies.json")
