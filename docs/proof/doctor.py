@@ -17,49 +17,20 @@ from __future__ import annotations
 import argparse
 import json
 import time
+import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import doctor_faults  # noqa: F401  its faults are known to parse_fault
 import numpy as np
 import torch
-from doctor_faults import (
-    ActiveDropout,
-    ClampedLogprobs,
-    DroppedSeparators,
-    DroppedThinking,
-    DuplicatedPrompt,
-    FillerLogprobs,
-    IgnoredRopeScaling,
-    InjectedControlTokens,
-    LateAdvantages,
-    PackingLeak,
-    PaddedRows,
-    PaddingAttended,
-    PostProcessedReplies,
-    QuantisedLogprobs,
-    RerenderedHistory,
-    TokensAfterStop,
-    TrainedObservations,
-    WrongBoundary,
-    WrongPositions,
-    WrongTemplate,
-)
 from example import sampled_groups
-from faulty_dumps import (
-    AdapterOfUpdates,
-    NonfiniteLogprobs,
-    ProbabilitiesAsLogprobs,
-    ScoredAfterUpdates,
-    Source,
-    ZeroRoutes,
-    faulty_rows,
-    sampled_by,
-)
+from faulty_dumps import Source, faulty_rows, sampled_by
 
 from lockstep.config import resolve
 from lockstep.doctor.causes import is_same_class
@@ -71,17 +42,8 @@ from lockstep.doctor.rows import Rows
 from lockstep.recipes import find_recipe
 from lockstep.run.build import build
 from lockstep.run.preflight import preflight
-from lockstep.testing.faults import FaultConfig, injected
-from lockstep.testing.faults.rows import DroppedFinalTokens, RetokenizedRows, ShiftedLogprobs
-from lockstep.testing.faults.sides import (
-    IgnoredSinks,
-    IgnoredWindow,
-    KernelNoise,
-    ProcessedLogprobs,
-    QuantisedRollout,
-    SamplingNoise,
-    StaleWeights,
-)
+from lockstep.testing.faults import FaultConfig, injected, parse_fault
+from lockstep.testing.faults.sides import KernelNoise, ProcessedLogprobs, SamplingNoise
 from lockstep.training.rows import rows_for_training
 
 MODEL = "tiny-gpt-oss"
@@ -158,107 +120,19 @@ class Case:
         return " ".join([*changed, *([f"rows={self.share:g}"] if self.share < 1 else [])])
 
 
-def _shares(make: Callable[..., FaultConfig], **settings: Any) -> list[FaultConfig]:
-    return [make(share=share, **settings) for share in (0.1, 0.3, 1.0)]
-
-
-FAULTS: dict[str, Sequence[FaultConfig]] = {
-    "reencoded": _shares(RetokenizedRows),
-    "rerendered": _shares(RerenderedHistory),
-    "missing_final": [
-        DroppedFinalTokens(share=0.3), DroppedFinalTokens(), DroppedFinalTokens(count=3),
-    ],
-    "dropped_separator": _shares(DroppedSeparators),
-    "shifted": [
-        ShiftedLogprobs(share=0.1), ShiftedLogprobs(share=0.3, offset=-1),
-        ShiftedLogprobs(offset=2),
-    ],
-    "after_stop": [
-        TokensAfterStop(share=0.3, count=1), TokensAfterStop(share=0.3), TokensAfterStop(count=8),
-    ],
-    "observation_trained": [
-        TrainedObservations(share=0.3, count=3), TrainedObservations(share=0.3),
-        TrainedObservations(),
-    ],
-    "boundary": [
-        WrongBoundary(share=0.3), WrongBoundary(by=3), WrongBoundary(kind="subtracted"),
-    ],
-    "duplicated_prompt": _shares(DuplicatedPrompt),
-    "wrong_template": [
-        WrongTemplate(share=0.3), WrongTemplate(kind="opening"), WrongTemplate(kind="beginning"),
-    ],
-    "fillers": [
-        FillerLogprobs(share=0.1), FillerLogprobs(share=0.3), FillerLogprobs(),
-    ],
-    "padding": [
-        PaddedRows(share=0.1), PaddedRows(share=0.3, place="left"), PaddedRows(),
-    ],
-    "post_processed": [
-        PostProcessedReplies(share=0.1, count=1), PostProcessedReplies(share=0.3),
-        PostProcessedReplies(count=4),
-    ],
-    "injected_control": _shares(InjectedControlTokens),
-    "thinking_dropped": _shares(DroppedThinking),
-    "processed": [
-        ProcessedLogprobs(temperature=0.8), ProcessedLogprobs(temperature=0.5),
-        ProcessedLogprobs(top_p=0.8),
-    ],
-    "clamped": [
-        ClampedLogprobs(lowest=-5.0), ClampedLogprobs(lowest=-3.0), ClampedLogprobs(lowest=-1.0),
-    ],
-    "quantised": [
-        QuantisedLogprobs(decimals=2), QuantisedLogprobs(decimals=1), QuantisedLogprobs(decimals=0),
-    ],
-    "nonfinite": [
-        NonfiniteLogprobs(token_share=0.002), NonfiniteLogprobs(value="-inf"),
-        NonfiniteLogprobs(token_share=0.2),
-    ],
-    "positive": _shares(ProbabilitiesAsLogprobs),
-    "zero_routes": [
-        ZeroRoutes(part="layer", share=0.1), ZeroRoutes(share=0.3), ZeroRoutes(part="all"),
-    ],
-    "late_advantages": [
-        LateAdvantages(share=0.1), LateAdvantages(share=0.3, by=-1), LateAdvantages(),
-    ],
-    "kernel_noise": [KernelNoise(std=0.05), KernelNoise(std=0.1), KernelNoise(std=0.3)],
-    "routing_flips": [SamplingNoise(router_std=s, head_std=0.008) for s in (0.1, 0.3, 1.0)],
-    "dropout": [ActiveDropout(prob=0.02), ActiveDropout(prob=0.1), ActiveDropout(prob=0.3)],
-    "other_weights": [StaleWeights(lag=lag, is_honest=False) for lag in (1, 4, 16)],
-    "stale": [StaleWeights(lag=lag) for lag in (1, 4, 16)],
-    "adapter_not_merged": [AdapterOfUpdates(updates=n) for n in (2, 8, 32)],
-    "quantised_rollout": [
-        QuantisedRollout(number="int8"), QuantisedRollout(),
-        QuantisedRollout(number="int4", inputs=32),
-    ],
-    "after_update": [ScoredAfterUpdates(updates=n) for n in (1, 2, 4)],
-}  # fmt: skip
-"""Cause -> its strengths, weakest first."""
+PLAN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 CASES = [
-    *(Case(cause=cause, fault=fault) for cause, faults in FAULTS.items() for fault in faults),
     *(
-        Case(cause=cause, fault=fault, share=s)
-        for cause, fault in {
-            "ignored_sinks": IgnoredSinks(),
-            "ignored_rope_scaling": IgnoredRopeScaling(theta=10_000.0),
-            "wrong_positions": WrongPositions(),
-            "packing_leak": PackingLeak(),
-            "padding_attended": PaddingAttended(),
-        }.items()
-        for s in (0.1, 0.3, 1.0)
+        Case(cause=cause, fault=parse_fault(text))
+        for cause, texts in PLAN["faults"].items()
+        for text in texts
     ),
-    *(Case(cause="ignored_window", fault=IgnoredWindow(), share=s) for s in (0.1, 0.3, 1.0)),
+    *(
+        Case(cause=cause, fault=parse_fault(text), share=share)
+        for cause, text in PLAN["faults_of_rows"].items()
+        for share in (0.1, 0.3, 1.0)
+    ),
 ]
-NEEDS_MODEL = frozenset(
-    {
-        "kernel_noise", "routing_flips", "ignored_sinks", "ignored_window", "dropout",
-        "ignored_rope_scaling", "wrong_positions", "packing_leak", "padding_attended",
-        "quantised_rollout",
-        "other_weights", "adapter_not_merged", "stale", "after_update",
-    }
-)  # fmt: skip
-"""What the two sides compute: told apart by the model at hand, and by nothing else."""
-IMPOSSIBLE = ("dropped_separator", "thinking_dropped")
-"""Harmony writes nothing between two messages, and the shipped models do not think."""
 
 
 # -- what the doctor is given ----------------------------------------------------------------------
@@ -328,14 +202,14 @@ def matrix(num_seeds: int, levels: Sequence[str], causes: Sequence[str]) -> Figu
     found: list[Figures] = []
     floors = [k2_of(dumped(seed)) for seed in range(num_seeds)]
     for case in CASES:
-        if (causes and case.cause not in causes) or case.cause in IMPOSSIBLE:
+        if (causes and case.cause not in causes) or case.cause in PLAN["impossible"]:
             continue
         own: list[Figures] = []
         for seed in range(num_seeds):
             rows = dumped(seed, case)
             k2 = k2_of(rows)
             for level in levels:
-                if (level == "model") != (case.cause in NEEDS_MODEL):
+                if (level == "model") != (case.cause in PLAN["needs_model"]):
                     continue
                 own.append({
                     "cause": case.cause, "strength": case.label, "seed": seed,
