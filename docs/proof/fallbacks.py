@@ -19,8 +19,9 @@ import shutil
 import sys
 import tempfile
 import time
+import tomllib
 import warnings
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -53,84 +54,24 @@ RESULTS = Path(__file__).parent / "fallbacks.json"
 SHIPPED = locate_model("tiny-qwen3")  # the tokenizer is its own
 STEPS = 2
 
-SHAPE: dict[str, Any] = {
+PLAN = tomllib.loads(RESULTS.with_suffix(".toml").read_text())
+SHAPE = PLAN["shape"] | {
     "vocab_size": Tokenizer.from_file(SHIPPED).vocab_size,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.1,
-    "sliding_window": 16,
-    "pad_token_id": 0,
     "bos_token_id": None,
     "eos_token_id": None,
 }
-EXPERTS = {
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 48, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-    "n_shared_experts": 1,
-}  # fmt: skip
-LATENT = {
-    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
-    "v_head_dim": 16, "num_key_value_heads": 4, "head_dim": 8,
-}  # fmt: skip
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
-PER_LAYER = {"vocab_size_per_layer_input": SHAPE["vocab_size"], "hidden_size_per_layer_input": 16}
-SHARED = PER_LAYER | {
-    "num_hidden_layers": 4, "num_kv_shared_layers": 2,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "laurel_rank": 8, "activation_sparsity_pattern": [0.0] * 4, "intermediate_size": 128,
-}  # fmt: skip
-GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "n_inner": 128}
+PLAN["parts"]["per_layer"]["vocab_size_per_layer_input"] = SHAPE["vocab_size"]
 
-GROUPS: dict[str, dict[str, dict[str, Any]]] = {
-    "of Lockstep too": {"llama": {}, "qwen3": {}, "qwen3_moe": EXPERTS},
-    "attention": {
-        "apertus": {}, "arcee": {}, "bitnet": {}, "bloom": {"n_head": 4, "n_layer": 2},
-        "cohere": {}, "cohere2": {}, "diffllama": {}, "ernie4_5": {}, "exaone4": {}, "falcon": {},
-        "gemma": {}, "gemma2": {}, "gemma3n_text": SHARED, "gemma4_text": PER_LAYER, "glm": {},
-        "glm4": {}, "gpt2": GPT, "gpt_bigcode": GPT,
-        "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
-        "gpt_neox": {}, "gptj": GPT | {"rotary_dim": 8}, "granite": {}, "helium": {},
-        "hunyuan_v1_dense": {}, "ministral": {}, "mpt": {"d_model": 64, "n_heads": 4,
-        "n_layers": 2}, "nanochat": {}, "nemotron": {}, "olmo": {}, "olmo2": {},
-        "opt": {"ffn_dim": 128, "word_embed_proj_dim": 64}, "persimmon": {}, "phi": {}, "phi3": {},
-        "seed_oss": {}, "smollm3": {}, "stablelm": {}, "starcoder2": {}, "vaultgemma": {},
-    },
-    "experts": {
-        "dbrx": EXPERTS | {"d_model": 64, "n_heads": 4, "n_layers": 2,
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
-        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2}},
-        "deepseek_v2": EXPERTS | LATENT,
-        "dots1": EXPERTS, "ernie4_5_moe": EXPERTS, "flex_olmo": EXPERTS,
-        "glm4_moe_lite": EXPERTS | LATENT, "granitemoe": EXPERTS, "hunyuan_v1_moe": EXPERTS,
-        "jetmoe": EXPERTS, "llama4_text": EXPERTS, "minimax_m2": EXPERTS, "mixtral": EXPERTS,
-        "olmoe": EXPERTS, "phimoe": EXPERTS,
-        "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 48},
-    },
-    "states": {
-        "bamba": MAMBA | {"attn_layer_indices": [1]}, "falcon_h1": MAMBA | {"mamba_d_ssm": 128},
-        "falcon_mamba": {"state_size": 8},
-        "granitemoehybrid": EXPERTS | MAMBA | {"layer_types": ["mamba", "attention"],
-        "shared_intermediate_size": 64},
-        "jamba": EXPERTS | {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8,
-        "use_mamba_kernels": False},
-        "lfm2": {"layer_types": ["conv", "full_attention"]},
-        "lfm2_moe": EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-        "mamba": {"state_size": 8}, "mamba2": {"state_size": 16, "num_heads": 8, "head_dim": 16,
-        "n_groups": 1, "chunk_size": 32}, "minimax": EXPERTS, "nemotron_h": {
-        "layers_block_type": ["linear_attention", "full_attention"], "mamba_num_heads": 8,
-        "mamba_head_dim": 16, "n_groups": 1, "ssm_state_size": 16},
-        "recurrent_gemma": {"lru_width": 64, "num_hidden_layers": 3},
-        "rwkv": {"attention_hidden_size": 64}, "xlstm": {"qk_dim_factor": 1.0},
-        "zamba2": MAMBA | {"mamba_ngroups": 1, "n_mamba_heads": 8,
-        "layers_block_type": ["mamba", "hybrid"]},
-    },
-}  # fmt: skip
-"""Group -> model_type -> what its config has beside those of SHAPE that it knows."""
+
+def read_kind(*, parts: Sequence[str] = (), **more: Any) -> dict[str, Any]:
+    """The config of an architecture beside the shape that all have."""
+    return {k: v for part in parts for k, v in PLAN["parts"][part].items()} | more
+
+
+GROUPS = {
+    group: {kind: read_kind(**table) for kind, table in kinds.items()}
+    for group, kinds in PLAN["groups"].items()
+}
 KINDS = {kind: more for group in GROUPS.values() for kind, more in group.items()}
 
 
