@@ -31,6 +31,7 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 import warnings
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -808,81 +809,7 @@ def of_server(out: Path) -> list[str]:
 # -- faults by name -------------------------------------------------------------------------------
 
 TESTS = Path(__file__).parents[2] / "tests" / "cpu"
-FAULTS: dict[str, tuple[str, ...]] = {
-    "the trainer is killed": (
-        "test_determinism.py::test_a_killed_run_resumes_and_ends_as_if_it_had_never_stopped",
-        "test_asynchrony.py::test_a_run_that_is_killed_goes_on_from_its_checkpoint_without_losing_a_task",
-        "training/test_checkpoint.py::test_a_kill_between_the_two_renames_of_a_replacement_loses_no_checkpoint",
-    ),
-    "a checkpoint is torn, the disk is full": (
-        "training/test_checkpoint.py::test_a_torn_checkpoint_is_passed_over_for_the_one_before",
-        "run/test_run_faults.py::test_a_disk_that_is_full_at_a_checkpoint_keeps_the_one_before",
-        "sync/test_publisher.py::test_a_disk_that_is_full_or_read_only_is_an_error_before_anything_is_lost",
-    ),
-    "a run resumes at the border of an epoch": (
-        "run/test_run_faults.py::test_a_run_resumes_at_the_border_of_an_epoch",
-    ),
-    "an engine dies": (
-        "run/test_run_faults.py::test_an_engine_that_dies_or_freezes_between_steps_is_replaced_and_counted",
-        "testing/test_broken_engines.py::test_a_run_loses_nothing_and_trains_nothing_twice",
-    ),
-    "an engine freezes": (
-        "engines/test_pool.py::test_whatever_a_replica_does_each_reply_is_the_one_of_a_sound_engine",
-    ),
-    "weights do not arrive, or others do": (
-        "testing/test_broken_engines.py::test_one_replica_without_the_weights_is_found_by_the_verification",
-        "sync/test_sync_in_runs.py::test_weights_that_do_not_arrive_later_in_a_run_raise_an_alarm",
-        "sync/test_sync_in_runs.py::test_weights_that_do_not_arrive_from_the_start_stop_a_run_before_it_samples",
-    ),
-    "an engine has another version than it says": (
-        "sync/test_publisher.py::test_an_engine_that_says_another_version_is_refused",
-        "sync/test_publisher.py::test_scores_of_another_version_than_was_loaded_are_an_error",
-    ),
-    "a reply is cut and goes on": (
-        "test_asynchrony.py::test_each_segment_of_a_turn_has_the_log_probs_of_its_own_weights",
-        "engines/test_pool.py::test_a_reply_that_goes_on_under_newer_weights_is_two_segments",
-    ),
-    "a tool hangs, raises, floods": (
-        "agent/test_tools.py::test_a_tool_that_hangs_is_given_up_in_time",
-        "agent/test_tools.py::test_megabytes_are_cut_with_a_notice",
-        "agent/sandbox/test_check_sandbox.py",
-    ),
-    "a reward is no number": (
-        "agent/test_agent_loop.py::test_a_score_that_cannot_be_trained_on_fails_the_episode",
-    ),
-    "a gradient is not finite": (
-        "training/test_trainer.py::test_a_skipped_update_leaves_no_trace_in_the_next",
-        "training/test_trainer.py::test_a_gradient_that_is_not_finite_is_traced_to_its_rows",
-        "run/test_steps.py::test_a_run_whose_updates_are_all_skipped_ends",
-    ),
-    "all rewards are equal": (
-        "objectives/test_advantages.py::test_equal_rewards_give_exact_zeros",
-    ),
-    "a reply is empty, too long, without an end": (
-        "agent/test_agent_loop.py::test_a_prompt_without_room_for_a_reply_fails_with_the_numbers",
-        "agent/test_agent_loop.py::test_a_cut_turn_ends_the_episode_unless_it_may_go_on",
-        "agent/test_large_texts.py",
-    ),
-    "a setting is wrong": ("test_cli.py::test_bad_input_is_one_paragraph_and_exit_code_2",),
-    "memory is short": (
-        "run/test_steps.py::test_want_of_memory_names_the_setting_and_keeps_the_steps_before",
-    ),
-    "a client repeats a request": (
-        "agent/gateway/test_gateway_server.py::test_a_retry_gets_the_first_attempts_turn_and_a_new_request_another",
-        "agent/gateway/test_gateway_server.py::test_the_turn_of_a_client_that_leaves_is_there_for_its_retry",
-        "agent/gateway/test_random_clients.py",
-    ),
-    "a server is killed": (
-        "test_serve.py::test_a_session_whose_end_was_answered_outlives_the_server",
-    ),
-    "two runs are given one directory": (
-        "store/test_run_directory.py::test_a_second_run_in_one_directory_is_refused",
-    ),
-    "SIGTERM": ("test_cli.py::test_an_interrupted_run_is_resumable_and_ends_equal",),
-    "a tracker fails": (
-        "observe/test_observe.py::test_a_tracker_that_fails_is_reported_once_and_stops_nobody",
-    ),
-}
+FAULTS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 """Fault -> the tests that a run survives it, below tests/cpu."""
 
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -32,61 +33,17 @@ PLOTS = ROOT / "docs" / "tasks"
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What of a recipe is measured."""
+    """What of a recipe is measured: a table of tasks.toml, which explains the fields."""
 
-    words: tuple[str, ...] = ()
-    """Settings besides the recipe's own."""
     means: Mapping[str, str] = field(default_factory=dict)
-    """Figure -> the metric of training steps that it is the mean of, over the first ten and the
-    last ten."""
     held_out: Mapping[str, str] = field(default_factory=dict)
-    """Figure -> the metric of the evaluations before and after."""
-    played_again: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Name -> settings that the trained model plays the held-out tasks with once more."""
-    also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Name -> settings of another training, by the first seed."""
+    played_again: Mapping[str, str] = field(default_factory=dict)
+    also: Mapping[str, str] = field(default_factory=dict)
 
 
 RECIPES = {
-    "math": Recipe(
-        held_out={
-            "correctness": "eval/sampled/correctness",
-            "correctness, 2 steps": "eval/sampled/correctness/2-step",
-            "correctness, 3 steps": "eval/sampled/correctness/3-step",
-            "format": "eval/sampled/format",
-        }
-    ),
-    "retool": Recipe(
-        means={
-            "tool calls per episode": "episode/tool/calls",
-            "programs that failed, per episode": "episode/sandbox/error",
-        },
-        held_out={
-            "correctness": "eval/sampled/correctness",
-            "correctness, chain": "eval/sampled/correctness/chain",
-            "correctness, choice": "eval/sampled/correctness/choice",
-            "format": "eval/sampled/format",
-        },
-        played_again={"without the tool": ("task.tool=false",)},
-        also={"trained without the tool": ("task.tool=false",)},
-    ),
-    "instructions": Recipe(
-        held_out={
-            "share of instructions followed": "eval/sampled/instruction_strict",
-            "all followed": "eval/sampled/prompt_strict",
-            "all followed, of 1": "eval/sampled/prompt_strict/1-instruction",
-            "all followed, of 3": "eval/sampled/prompt_strict/3-instructions",
-        },
-    ),
-    "quickstart": Recipe(
-        means={"calls per episode": "episode/tool/calls"},
-        held_out={
-            "correctness, 1 hop": "eval/sampled/correctness/1-hop",
-            "correctness, 2 hops": "eval/sampled/correctness/2-hop",
-            "retrieval": "eval/sampled/retrieval",
-            "format_penalty": "eval/sampled/format_penalty",
-        },
-    ),
+    name: Recipe(**table)
+    for name, table in tomllib.loads(JSON.with_suffix(".toml").read_text()).items()
 }
 
 
@@ -95,7 +52,9 @@ def measure(name: str, recipe: Recipe) -> Iterator[dict[str, Any]]:
     runs: dict[str, Any] = {}
     others: dict[str, Any] = {}
     all_words = {f"seed {seed}": (f"seed={seed}",) for seed in SEEDS}
-    all_words |= {other: (f"seed={SEEDS[0]}", *words) for other, words in recipe.also.items()}
+    all_words |= {
+        other: (f"seed={SEEDS[0]}", *words.split()) for other, words in recipe.also.items()
+    }
     with tempfile.TemporaryDirectory() as scratch:
         for number, (label, words) in enumerate(all_words.items()):
             found = run(name, recipe, words, Path(scratch) / f"{number}")
@@ -123,7 +82,7 @@ def summary(runs: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any
 
 def run(name: str, recipe: Recipe, more: tuple[str, ...], out: Path) -> dict[str, Any]:
     """One training, and what its model is measured at besides."""
-    words = ["train", name, *recipe.words, *more]
+    words = ["train", name, *more]
     began, cpu_began = time.perf_counter(), cpu_seconds()
     lockstep([*words, f"out={out}"])
     seconds, seconds_of_cpu = time.perf_counter() - began, cpu_seconds() - cpu_began
@@ -132,7 +91,8 @@ def run(name: str, recipe: Recipe, more: tuple[str, ...], out: Path) -> dict[str
     tests = [r for r in rows if "eval/sampled/mean@1" in r]
     ends = (tests[0], tests[-1])
     again = {}
-    for how, settings in recipe.played_again.items():
+    for how, text in recipe.played_again.items():
+        settings = text.split()
         if not set(settings) <= set(more):
             found = json.loads(lockstep(["eval", f"{out}@{len(steps)}", *settings]))["metrics"]
             again[how] = {
