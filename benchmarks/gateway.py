@@ -52,6 +52,7 @@ SPREAD_SECONDS = 0.5
 """Over which the agents of the load begin."""
 LONG_TURNS = 128
 MODEL = "model"
+SCRIPT = Path(__file__).with_suffix(".lua")
 HOW = (
     "milliseconds that a turn takes beyond the engine's own time, median over 64 agents at the "
     "same time; peer: a bare aiohttp server that reads the same JSON and answers with a constant"
@@ -171,43 +172,6 @@ def serve(kind: str, seconds: float) -> None:
 
 # -- the load -------------------------------------------------------------------------------------
 
-SCRIPT = """
-local free, turn, said, counter, begun = {}, {}, {}, 0, 0
-local system, reply, words, tools, model = %(system)s, %(reply)s, %(words)s, %(tools)s, "%(model)s"
-for line in io.lines("%(sessions)s") do free[#free + 1] = line end
-function delay() -- agents do not begin all at once
-  begun = begun + 1
-  return begun <= %(agents)d and begun * %(spread_ms)d / %(agents)d or 0
-end
-function request()
-  if counter == 0 then -- wrk asks once at its start, and does not send that one
-    counter = 1
-    return wrk.format("GET", "/")
-  end
-  local session = table.remove(free, 1)
-  counter = counter + 1
-  local n = turn[session] or 0
-  if n %% %(turns)d == 0 then
-    said[session] = '{"role": "system", "content": ' .. system .. '}'
-  else
-    said[session] = said[session] .. ', {"role": "assistant", "content": ' .. reply .. '}'
-  end
-  said[session] = said[session] .. ', {"role": "user", "content": "' .. counter .. ': ' .. words .. '"}'
-  turn[session] = n + 1
-  local body = '{"model": "' .. model .. '", "tools": ' .. tools .. ', "messages": [' .. said[session] .. ']}'
-  return wrk.format("POST", "/s/" .. session .. "/v1/chat/completions",
-                    {["Content-Type"] = "application/json"}, body)
-end
-function response(status, headers, body)
-  free[#free + 1] = headers["x-lockstep-session"]
-end
-function done(summary, latency, requests)
-  print(string.format("RESULT %%f %%f %%d %%d", latency:percentile(50.0), latency:percentile(99.0),
-    summary.requests,
-    summary.errors.status + summary.errors.connect + summary.errors.read + summary.errors.timeout))
-end
-"""  # noqa: E501  a program of another language
-
 
 def by_wrk(wrk: str, url: str, sessions: list[str], seconds: float) -> dict[str, float]:
     """wrk keeps one request of each session under way: it is asked again when it has answered."""
@@ -229,7 +193,7 @@ def by_wrk(wrk: str, url: str, sessions: list[str], seconds: float) -> dict[str,
             "agents": len(sessions),
             "spread_ms": SPREAD_SECONDS * 1e3,
         }
-        script.write_text(SCRIPT % values)
+        script.write_text(SCRIPT.read_text() % values)
         command = [wrk, "-t1", f"-c{len(sessions)}", f"-d{seconds:g}s", "--timeout", "30s"]
         done = subprocess.run(
             [*command, "-s", str(script), url], capture_output=True, text=True, check=False

@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import time
+import tomllib
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,84 +52,9 @@ from lockstep.run.preflight import read_model_files
 from lockstep.run_config import Config
 from lockstep.types import Message, Task, ToolCall
 
-# Each format is what our renderer writes for the shipped models, in compact form: no tools in the
-# prompt, no system text. `check_format` compares ids before anything is timed.
-#
-# Arguments that are not JSON reach the tool as text, which fails there; the template then shows our
-# environment's own words for it. Without that TRL would end the episode, and play shorter ones.
-REPLY = "{{ '" + INVALID_CALL + "' if m.content.startswith(\"{'error'\") else m.content }}"
-ARGUMENTS = {
-    "content": "json",
-    "content_args": {"allow_non_json": True},
-    "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-    "repeats": True,
-}
-FORMATS: dict[str, dict[str, Any]] = {
-    "harmony": {
-        "end": "<|return|>",
-        "stop": ("<|return|>", "<|call|>"),
-        "opening": "<|start|>assistant",
-        "chat_template": (
-            "{% for m in messages %}"
-            "{% if m.role in ('developer', 'user') %}"
-            "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>"
-            "{% elif m.role == 'tool' %}<|start|>functions.{{ m.name }} to=assistant"
-            "<|channel|>commentary<|message|>" + REPLY + "<|end|>"
-            "{% elif m.tool_calls %}<|start|>assistant{% for c in m.tool_calls %}"
-            "<|channel|>commentary to=functions.{{ c.function.name }} <|constrain|>json"
-            "<|message|>{{ c.function.arguments | tojson }}<|call|>{% endfor %}"
-            "{% else %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}<|return|>"
-            "{% endif %}{% endfor %}"
-            "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-        ),
-        "response_template": {
-            "defaults": {"role": "assistant"},
-            "start_anchor": "<|start|>assistant",
-            "fields": {
-                "content": {
-                    "open": "<|channel|>final<|message|>",
-                    "close_pattern": r"<\|return\|>\s*",
-                    "content": "text",
-                },
-                "tool_calls": {
-                    "open_pattern": r"<\|channel\|>commentary to=functions\.(?P<name>\S+?) "
-                    r"<\|constrain\|>json<\|message\|>",
-                    "close_pattern": r"<\|call\|>\s*",
-                    **ARGUMENTS,
-                },
-            },
-        },
-    },
-    "chatml": {
-        "end": "<|im_end|>",
-        "stop": ("<|im_end|>",),
-        "opening": "<|im_start|>assistant\n",
-        "chat_template": (
-            "{% for m in messages %}"
-            "{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n" + REPLY + "\n"
-            "</tool_response>"
-            "{% elif m.tool_calls %}<|im_start|>assistant\n{% for c in m.tool_calls %}<tool_call>\n"
-            '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n'
-            "</tool_call>{% endfor %}"
-            "{% else %}<|im_start|>{{ 'system' if m.role == 'developer' else m.role }}\n"
-            "{{ m.content }}"
-            "{% endif %}<|im_end|>\n{% endfor %}"
-            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-        ),
-        "response_template": {
-            "defaults": {"role": "assistant"},
-            "start_anchor": "<|im_start|>assistant\n",
-            "fields": {
-                "tool_calls": {
-                    "open_pattern": r'<tool_call>\n\{"name": "(?P<name>\S+?)", "arguments": ',
-                    "close_pattern": r"\}\n</tool_call>",
-                    **ARGUMENTS,
-                },
-                "content": {"close_pattern": r"<\|im_end\|>\s*", "content": "text"},
-            },
-        },
-    },
-}
+FORMATS: dict[str, dict[str, Any]] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text().replace("INVALID_CALL", INVALID_CALL)
+)
 
 
 class SearchWorld:
@@ -381,7 +307,7 @@ def search_parts(config: Config) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(
         model_files.directory, dtype=torch.float32, **kinds
     )
-    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(list(form["stop"]))
+    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(form["stop"])
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     opening_ids = tokenizer.encode(form["opening"], add_special_tokens=False)
     return {
