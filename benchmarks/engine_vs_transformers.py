@@ -35,6 +35,7 @@ from measuring import (
     answer_lines,
     command_of,
     main,
+    models_of,
     note,
     peak_mib,
     row,
@@ -53,39 +54,17 @@ from lockstep.models.locate import locate_model
 
 NUM_PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 32, 32, 128
 
-TINY = {
-    "vocab_size": 561, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
-    "initializer_range": 0.15, "tie_word_embeddings": True,
-}  # fmt: skip
-LARGER = TINY | {
-    "vocab_size": 16384, "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.05,
-}  # fmt: skip
-CASES = {
-    "tiny gpt_oss": ("gpt_oss", TINY),
-    "tiny qwen3": ("qwen3", TINY),
-    "larger gpt_oss": ("gpt_oss", LARGER),
-    "larger qwen3": ("qwen3", LARGER),
-}
-NO_ENDS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+CASES = models_of("engine_vs_transformers")
 
 
-def make_peer(kind: str, shape: dict[str, Any]) -> transformers.PreTrainedModel:
+def make_peer(name: str) -> transformers.PreTrainedModel:
     """The Hugging Face model, with the fastest attention that it offers on a CPU."""
     torch.manual_seed(0)
-    if kind == "gpt_oss":
-        config = transformers.GptOssConfig(
-            **shape, **NO_ENDS, intermediate_size=shape["hidden_size"], num_local_experts=4,
-            num_experts_per_tok=2, sliding_window=64,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        )  # fmt: skip
-        make, attention = transformers.GptOssForCausalLM, "eager"  # sdpa is refused: sinks
-    else:
-        config = transformers.Qwen3Config(
-            **shape, **NO_ENDS, intermediate_size=2 * shape["hidden_size"]
-        )
-        make, attention = transformers.Qwen3ForCausalLM, "sdpa"
+    shape = dict(CASES[name])
+    kind = shape.pop("transformers_class")
+    attention = "eager" if kind == "GptOss" else "sdpa"  # sdpa is refused: sinks
+    config = getattr(transformers, f"{kind}Config")(**shape)
+    make = getattr(transformers, f"{kind}ForCausalLM")
     return make._from_config(config, attn_implementation=attention).float().eval()
 
 
@@ -112,15 +91,15 @@ def run_peer(
         return torch.cat([logits.log_softmax(-1).gather(1, at) for logits, at in steps], 1)
 
 
-def measure(kind: str, shape: dict[str, Any], threads: int, rounds: int) -> dict[str, float]:
+def measure(name: str, threads: int, rounds: int) -> dict[str, float]:
     """Tokens/s of both sides, each the best of `rounds` runs taken in turn."""
     torch.set_num_threads(threads)
-    peer = make_peer(kind, shape)
+    peer = make_peer(name)
     with tempfile.TemporaryDirectory() as directory:
         peer.save_pretrained(directory)
         model = load_checkpoint(directory)
     engine = EmbeddedEngine(model, EmbeddedConfig(prefix_cache=False))
-    rng = np.random.default_rng(0)
+    rng, vocab_size = np.random.default_rng(0), CASES[name]["vocab_size"]
     limits = rng.integers(16, NEW_TOKENS + 1, NUM_PROMPTS)
     limits[0] = NEW_TOKENS
     num_calls = 0
@@ -130,12 +109,12 @@ def measure(kind: str, shape: dict[str, Any], threads: int, rounds: int) -> dict
         num_calls += 1
         return sample(engine, requests_of(prompts, limits, tag=str(num_calls), **how))
 
-    batch = rng.integers(0, shape["vocab_size"], (NUM_PROMPTS, PROMPT_TOKENS))
+    batch = rng.integers(0, vocab_size, (NUM_PROMPTS, PROMPT_TOKENS))
     theirs = run_peer(peer, batch[:4], greedy=True).numpy()
     mine = np.stack([reply.token_ids for reply in ours(batch[:4], temperature=0.0)])
     agree = float((mine == theirs).mean())
     if agree < 0.9:  # a tie that rounding decides sends the rest of one reply elsewhere
-        raise SystemExit(f"{kind}: greedy tokens agree on {agree:.0%} only: not the same model.")
+        raise SystemExit(f"{name}: greedy tokens agree on {agree:.0%} only: not the same model.")
     times: list[dict[str, float]] = []
     for _ in range(rounds + 1):
         sides = {
@@ -145,7 +124,7 @@ def measure(kind: str, shape: dict[str, Any], threads: int, rounds: int) -> dict
             "peer_with_logprobs": partial(run_peer, peer, batch, greedy=False, logprobs=True),
         }
         times.append({side: seconds_of(run, time.perf_counter) for side, run in sides.items()})
-        batch = rng.integers(0, shape["vocab_size"], batch.shape)
+        batch = rng.integers(0, vocab_size, batch.shape)
     tokens = dict.fromkeys(sides, NUM_PROMPTS * NEW_TOKENS) | {"ours_ragged": int(limits.sum())}
     speed = {side: tokens[side] / min(t[side] for t in times[1:]) for side in sides}
     # generate also computes tokens after the end of a reply.
@@ -270,11 +249,11 @@ def compare(
         return
     speeds: list[dict[str, float]] = []
     for name in only:
-        kind, shape = CASES[name]
-        num_rounds = rounds if shape is TINY else max(1, rounds // 4)
+        is_tiny = name.startswith("tiny")
+        num_rounds = rounds if is_tiny else max(1, rounds // 4)
         for num_threads in (1, 2):
-            found = measure(kind, shape, num_threads, num_rounds)
-            speeds += [found] * (shape is TINY)
+            found = measure(name, num_threads, num_rounds)
+            speeds += [found] * is_tiny
             how = (
                 f"{NUM_PROMPTS} prompts x {NEW_TOKENS} new tokens, best of {num_rounds} runs in "
                 f"turn; ratio with log-probs {found['ratio_with_logprobs']:.2f}, ragged "

@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from measuring import CannotRun, Row, SideFailed, alone, main, note, row, seconds_of
+from measuring import CannotRun, Row, SideFailed, alone, main, models_of, note, row, seconds_of
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -40,33 +40,7 @@ DTYPES = ("float32", "bfloat16")
 FLOORS = {"float32": 1.0, "bfloat16": 0.8}
 """How many times vLLM's speed the embedded engine is to have."""
 
-COMMON = {
-    "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None,
-}  # fmt: skip
-TINY = COMMON | {
-    "vocab_size": 561, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 32, "initializer_range": 0.15,
-    "tie_word_embeddings": True,
-}  # fmt: skip
-TEN_MILLION = COMMON | {
-    "vocab_size": 4096, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "head_dim": 32, "initializer_range": 0.08, "tie_word_embeddings": False,
-}  # fmt: skip
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "tiny qwen3": ("Qwen3", TINY | {"intermediate_size": 128}),
-    "10M qwen3": ("Qwen3", TEN_MILLION | {"num_hidden_layers": 6, "intermediate_size": 1536}),
-    "10M gpt_oss": (
-        "GptOss",
-        TEN_MILLION | {
-            "num_hidden_layers": 4, "intermediate_size": 256, "num_local_experts": 8,
-            "num_experts_per_tok": 2, "sliding_window": 64,
-            "rope_parameters": {
-                "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "beta_fast": 32.0,
-                "beta_slow": 1.0, "original_max_position_embeddings": 256, "truncate": False,
-            },
-        },
-    ),
-}  # fmt: skip
+MODELS = models_of("engine_vs_vllm")
 SIDES = ("embedded", "embedded contract", "vllm", "vllm, our decoder", "transformers")
 
 Generate = Callable[[np.ndarray], None]
@@ -78,7 +52,8 @@ def save(name: str, directory: Path) -> None:
 
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
-    kind, shape = MODELS[name]
+    shape = dict(MODELS[name])
+    kind = shape.pop("transformers_class")
     config = getattr(transformers, f"{kind}Config")(**shape)
     getattr(transformers, f"{kind}ForCausalLM")._from_config(config).save_pretrained(directory)
 

@@ -17,25 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from measuring import MIB, Row, alone, main, note, require_proc, row, used_by
+from measuring import MIB, Row, alone, main, models_of, note, require_proc, row, used_by
 
-COMMON = {
-    "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
-    "vocab_size": 8192, "max_position_embeddings": 1024, "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}  # fmt: skip
-EXPERTS = {
-    "num_local_experts": 16, "num_experts_per_tok": 2, "intermediate_size": 512,
-    "sliding_window": 128,
-}  # fmt: skip
-QWEN3 = {**COMMON, "model_type": "qwen3", "intermediate_size": 2048}
-GPT_OSS = {**COMMON, **EXPERTS, "model_type": "gpt_oss", "attention_bias": True}
-QWEN3_MOE = {**COMMON, **EXPERTS, "model_type": "qwen3_moe", "moe_intermediate_size": 512}
+MODELS = models_of("load_checkpoint")
 CASES: dict[str, tuple[dict[str, Any], str, bool]] = {
-    "qwen3 float32": (QWEN3, "float32", False),
-    "qwen3_moe bfloat16": (QWEN3_MOE, "bfloat16", False),
-    "gpt_oss bfloat16": (GPT_OSS, "bfloat16", False),
-    "gpt_oss MXFP4 to bfloat16": (GPT_OSS, "bfloat16", True),
+    "qwen3 float32": (MODELS["qwen3"], "float32", False),
+    "qwen3_moe bfloat16": (MODELS["qwen3_moe"], "bfloat16", False),
+    "gpt_oss bfloat16": (MODELS["gpt_oss"], "bfloat16", False),
+    "gpt_oss MXFP4 to bfloat16": (MODELS["gpt_oss"], "bfloat16", True),
 }
 SIDES = ("ours", "transformers")
 LIMIT = 1.2

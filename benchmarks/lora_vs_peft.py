@@ -28,6 +28,7 @@ from measuring import (
     Row,
     alone,
     main,
+    models_of,
     require_proc,
     resident_bytes,
     row,
@@ -37,22 +38,7 @@ from measuring import (
 import torch
 
 RANK = 8
-SHAPE = {
-    "vocab_size": 1024, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2,
-    "head_dim": 64, "max_position_embeddings": 2048, "tie_word_embeddings": False,
-    "rms_norm_eps": 1e-6, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {
-    "gpt-oss": {
-        **SHAPE, "model_type": "gpt_oss", "intermediate_size": 512, "num_local_experts": 32,
-        "num_experts_per_tok": 4, "sliding_window": 128, "num_hidden_layers": 2,
-        "layer_types": ["sliding_attention", "full_attention"], "attention_bias": True,
-    },
-    "qwen3": {
-        **SHAPE, "model_type": "qwen3", "intermediate_size": 1536, "num_hidden_layers": 4,
-        "layer_types": ["full_attention"] * 4,
-    },
-}  # fmt: skip
+MODELS = models_of("lora_vs_peft")
 SIDES = ("ours", "peer", "full")
 HOW = (
     "forward, backward and AdamW on two rows, float32, one thread, rank 8 on every projection; a "
@@ -131,7 +117,7 @@ def peer_loss(directory: Path, tokens: int) -> tuple[torch.nn.Module, Callable[[
 
 def rows(tokens: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(SHAPE["vocab_size"], (2, tokens), generator=generator)
+    return torch.randint(MODELS["qwen3"]["vocab_size"], (2, tokens), generator=generator)
 
 
 def measure(side: str, place: str, tokens: int) -> dict[str, float]:

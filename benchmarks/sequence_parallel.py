@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from measuring import MIB, Row, main, require_proc, row, used_by
+from measuring import MIB, Row, main, models_of, require_proc, row, used_by
 
 import numpy as np
 import torch
@@ -32,13 +32,7 @@ from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext
 from lockstep.ops.invariant import InvariantOps, ask_for_reproducible_gemm
 
-CONFIG = {
-    "model_type": "gpt_oss", "vocab_size": 1024, "hidden_size": 512, "intermediate_size": 512,
-    "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
-    "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 128, "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 1 << 17, "rope_theta": 1e4, "tie_word_embeddings": True,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-}  # fmt: skip
+CONFIG = models_of("sequence_parallel")["gpt_oss"]
 COMPARED_TOKENS = 512  # whose bits are compared: the invariant ops are slow on a long row
 
 

@@ -30,7 +30,7 @@ from functools import partial
 from itertools import product
 from statistics import median
 
-from measuring import Row, alone, in_turn, main, note, require_proc, row, usage
+from measuring import Row, alone, in_turn, main, models_of, note, require_proc, row, usage
 
 import numpy as np
 import torch
@@ -45,13 +45,8 @@ from lockstep.training.config import TrainerConfig
 from lockstep.training.trainer import Trainer
 from lockstep.types import Sample
 
-HF = {
-    "model_type": "qwen3", "vocab_size": 2048, "hidden_size": 512, "num_hidden_layers": 2,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "intermediate_size": 1536,
-    "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-}  # fmt: skip
-VOCAB = 2048
+HF = models_of("shared_trees")["qwen3"]
+VOCAB = HF["vocab_size"]
 SIDES = {
     "ours": (4096, 8192),
     "apart": (2816, 10240),

@@ -112,6 +112,11 @@ def row(
     return found
 
 
+def models_of(benchmark: str) -> dict[str, dict[str, Any]]:
+    """The models that a benchmark makes: name -> config.json, by models.json."""
+    return json.loads(Path(__file__).with_name("models.json").read_text())[benchmark]
+
+
 # -- processes -------------------------------------------------------------------------------------
 
 

@@ -39,32 +39,8 @@ OUT = Path(__file__).with_suffix(".json")
 NUM_REPLIES, NEW_TOKENS, PROMPT_TOKENS = 64, 128, 32
 NUM_LOOKED_AT, NUM_SCORES = 8, 8
 
-COMMON = {
-    "vocab_size": 4096, "hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4,
-    "head_dim": 32, "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False, "eos_token_id": None, "bos_token_id": None, "pad_token_id": 0,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "dtype": "float32",
-}  # fmt: skip
-CONFIGS: dict[str, dict[str, Any]] = {
-    "qwen3": {
-        **COMMON, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"],
-        "num_hidden_layers": 6, "intermediate_size": 1536, "attention_bias": False,
-        "layer_types": ["full_attention"] * 6,
-    },
-    "qwen3_moe": {
-        **COMMON, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"],
-        "num_hidden_layers": 4, "intermediate_size": 1536, "moe_intermediate_size": 256,
-        "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True,
-        "decoder_sparse_step": 1, "mlp_only_layers": [], "attention_bias": False,
-    },
-    "gpt_oss": {
-        **COMMON, "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"],
-        "rms_norm_eps": 1e-5,
-        "num_hidden_layers": 4, "intermediate_size": 256, "num_local_experts": 8,
-        "num_experts_per_tok": 2, "attention_bias": True, "sliding_window": 64,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    },
-}  # fmt: skip
+CONFIGS = json.loads(OUT.with_name("vllm_noise_models.json").read_text())
+VOCAB_SIZE = 4096
 
 
 def make_checkpoint(kind: str, directory: Path) -> Path:
@@ -84,7 +60,7 @@ def make_checkpoint(kind: str, directory: Path) -> Path:
 
 def make_vllm(directory: Path, dtype: str) -> Engine:
     context = EngineContext(
-        model=None, token_bytes=(), directory=directory, vocab_size=COMMON["vocab_size"],
+        model=None, token_bytes=(), directory=directory, vocab_size=VOCAB_SIZE,
         max_tokens=PROMPT_TOKENS + NEW_TOKENS, dtype=dtype,
     )  # fmt: skip
     config = VllmConfig(
@@ -171,7 +147,7 @@ def same_prefix(
 async def measure(engine: Engine, model: Decoder) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     shape = (NUM_REPLIES, PROMPT_TOKENS)
-    prompts = rng.integers(0, COMMON["vocab_size"], shape).astype(np.int32)
+    prompts = rng.integers(0, VOCAB_SIZE, shape).astype(np.int32)
     everyone = range(NUM_REPLIES)
     together = await replies(engine, prompts, NUM_REPLIES, everyone)
     rows = np.concatenate([prompts, np.stack([ids for ids, _ in together])], 1)

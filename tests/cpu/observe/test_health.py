@@ -1,6 +1,7 @@
 """What silently eats the learning: one constructed run for each trigger, and healthy ones."""
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -26,80 +27,9 @@ SAME = {"reward/mean": 0.0, "reward/min": 0.0, "reward/max": 0.0, "episodes/same
         "episodes/without_signal": 8}  # fmt: skip
 
 CASES = {
-    "cut_by_max_turn_tokens": (
-        {"episodes/cut/max_turn_tokens": 44, "episode/parse_errors": 2.0},
-        "88 of 128 episodes had a turn cut by agent.max_turn_tokens=48. "
-        "Set agent.max_turn_tokens=96.",
-    ),
-    "cut_by_max_tokens": (
-        {"episodes/cut/max_tokens": 32},
-        "64 of 128 episodes were cut because they filled max_tokens=256. Set max_tokens=512.",
-    ),
-    "cut_by_max_turns": (
-        {"episodes/cut/max_turns": 16},
-        "32 of 128 episodes were cut after agent.max_turns=5 turns. Set agent.max_turns=10.",
-    ),
-    "cut_by_max_seconds": (
-        {"episodes/cut/max_seconds": 7},
-        "14 of 128 episodes were cut after agent.max_seconds=600. Set agent.max_seconds=1200.",
-    ),
-    "failed": (
-        {"episodes/failed": 8},
-        "16 of 128 episodes failed and were not trained on, for example: environment.score: "
-        "ValueError: no number (rewards.py:7). Set max_failed_share=0.01 to stop the run",
-    ),
-    "same_reward": (
-        SAME,
-        "128 of 128 episodes were in steps where all got one reward, 0 at last: the score may look "
-        "for a format that the model does not write. Set agent.temperature=1, or",
-    ),
-    "shortage": (
-        {"signal/missing": 4, "signal/replaced": 2, "episodes/without_signal": 7},
-        "8 of 16 groups have no signal and are trained as they are, after 4 others without one "
-        "were replaced. Set signal.order=expected",
-    ),
-    "no_signal": (
-        {"episodes/without_signal": 7},
-        "in 14 of 16 groups all episodes got one reward, so nothing tells good from bad. "
-        "Set group_size=16, or signal.max_extra_tasks=8.",
-    ),
-    "unread": (
-        {"episode/parse_errors": 2.0},
-        "83 % of the replies cannot be read in the renderer's format. Set renderer=jinja",
-    ),
-    "tool_failing": (
-        {"tool/calls/open": 9, "tool/offered/open": 64, "tool/answered/open": 8,
-         "tool/failed/open": 8},
-        "100 % of the calls of open failed, for example: error: OSError: gone. "
-        "Set agent.tool_timeout_seconds=60",
-    ),
-    "tool_hidden": (
-        {"tool/hidden/open": 64, "tool/offered/open": 64, "tool/calls/open": 0},
-        "the prompt that the model reads does not contain open, and nothing calls it. "
-        "Set renderer.tools_in_prompt=true",
-    ),
-    "tool_unknown": (
-        {"episode/tool/unknown": 0.9, "episode/tool/calls": 1.5},
-        "60 % of the calls name a tool that the task does not have. Set renderer=jinja",
-    ),
-    "tool_unused": (
-        {"tool/offered/open": 64, "tool/calls/open": 0},
-        'none of 128 episodes called open. Set task.instructions="Call open before you answer."',
-    ),
-    "overfits": (
-        {"eval/loss_to_lowest": 1.25},
-        "the held-out loss is 1.25 times its lowest, so the rows are learnt by heart. Set "
-        "sft.steps=N to stop at the lowest, whose checkpoint is kept, or give more dialogues.",
-    ),
-    "lr_high": (
-        {"train/lr_to_usual": 100.0},
-        "trainer.lr=0.001 is 100 times the usual for this model and method. Set trainer.lr=1e-05.",
-    ),
-    "lr_low": (
-        {"train/lr_to_usual": 0.01},
-        "trainer.lr=0.001 is 0.01 times the usual for this model and method. Set trainer.lr=0.1.",
-    ),
-}  # fmt: skip
+    name: (case["metrics"], case["text"])
+    for name, case in tomllib.loads(Path(__file__).with_name("alarms.toml").read_text()).items()
+}
 REASONS = {"failed": "environment.score: ValueError: no number (rewards.py:7).",
            "tool_failing": "error: OSError: gone"}  # fmt: skip
 

@@ -1,13 +1,14 @@
 """Chat templates made up for tests: each does what some real one does, in other words."""
 
+import tomllib
 from pathlib import Path
 
 
 def _file(name: str) -> str:
-    return (Path(__file__).with_suffix("") / f"{name}.jinja").read_text("utf-8")
+    return (Path(__file__).with_suffix("") / name).read_text("utf-8")
 
 
-CHATML = _file("chatml")
+CHATML = _file("chatml.jinja")
 """Thinking is dropped before the last user message. CALL stands for one call."""
 
 _NAME = "call.function.name"
@@ -30,7 +31,7 @@ CALLS = {
         "'<tool_call>' + " + _NAME + " + '\\n' + call.function.arguments + '</tool_call>'"
     ),
 }
-XML = _file("xml")
+XML = _file("xml.jinja")
 
 THINKS_AT_ONCE = CHATML.replace(
     "{{ '<|im_start|>assistant\\n' }}{% endif %}",
@@ -50,7 +51,7 @@ def template(call="json", source=CHATML):
     return source.replace("CALL", CALLS[call])
 
 
-NO_TOOLS = _file("no_tools")
+NO_TOOLS = _file("no_tools.jinja")
 """Trims what it is given, and knows two roles."""
 
 FIRST_CALL_IS_OTHER = template().replace(
@@ -66,54 +67,19 @@ NEVER_ENDS = "{%- for message in messages %}{{ message.content }}\n{% endfor %}"
 """No control token ends a turn."""
 
 HOSTILE = {
-    "loops": (
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
-        "{% endfor %}{% endfor %}{% endfor %}",
-        "did not finish|takes more memory",
-    ),
-    "doubles": (
-        "{% set ns = namespace(x='ab') %}{% for a in range(64) %}{% set ns.x = ns.x ~ ns.x %}"
-        "{% endfor %}{{ ns.x }}",
-        "more memory|did not finish",
-    ),
-    "multiplies": ("{{ 'a' * 10 ** 12 }}", "more memory"),
-    "writes without an end": (
-        "{% for a in range(99999) %}{% for b in range(99999) %}{{ 'abcdefghijklmnop' * 64 }}"
-        "{% endfor %}{% endfor %}",
-        "more memory|did not finish",
-    ),
-    "calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself"),
-    "compares shared lists": (
-        "{% set ns = namespace(x=[1], y=[1]) %}{% for a in range(99) %}"
-        "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
-        "{{ ns.x == ns.y }}",
-        "did not finish",
-    ),
-    "reads attributes": (
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "SecurityError",
-    ),
-    "reaches the interpreter": (
-        "{{ raise_exception.__globals__['sys'].modules }}",
-        "it fails",
-    ),
-    "includes a file": ("{% include '/etc/passwd' %}", "it fails: TypeError: no loader"),
-    "imports a file": ("{% import '/etc/passwd' as x %}", "it fails: TypeError: no loader"),
-    "extends a file": ("{% extends '/etc/passwd' %}", "it fails: TypeError: no loader"),
-    "is no template": ("{% for x in %}", "it fails: TemplateSyntaxError in line 1"),
-    "changes what it is given": ("{{ messages.append(1) }}", "it fails"),
-    "fails": ("{{ messages[0].a.b.c }}", "it fails: UndefinedError"),
+    name: (case["template"], case["says"])
+    for name, case in tomllib.loads(_file("hostile.toml")).items()
 }
 """Template and what the error says."""
 
-BRACKETS = _file("brackets")
+BRACKETS = _file("brackets.jinja")
 """No generation prompt, and a list of calls behind one token: Mistral's way."""
 BRACKET_TOKENS = (
     "<s>", "</s>", "[INST]", "[/INST]", "[SYS]", "[/SYS]", "[TOOL_CALLS]", "[TOOL_RESULTS]",
     "[/TOOL_RESULTS]",
 )  # fmt: skip
 
-NEXT_ROLE = _file("next_role")
+NEXT_ROLE = _file("next_role.jinja")
 """A turn ends with the token of the role that speaks next: GLM-4.5's way."""
 NEXT_ROLE_TOKENS = (
     "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<think>", "</think>",
@@ -121,7 +87,7 @@ NEXT_ROLE_TOKENS = (
     "<arg_value>", "</arg_value>",
 )  # fmt: skip
 
-FIELD_NAMES = _file("field_names")
+FIELD_NAMES = _file("field_names.jinja")
 """Control tokens whose names contain the keys of messages, and a line break before the end of a
 turn: Granite, Kimi-K2 and Apriel in one. Calls are tags as MiniMax-M2 writes them."""
 FIELD_NAME_TOKENS = (
@@ -129,14 +95,14 @@ FIELD_NAME_TOKENS = (
     "</invocations>",
 )  # fmt: skip
 
-BARE = _file("bare")
+BARE = _file("bare.jinja")
 """One call, which is the whole turn and ends with a token of its own: Llama's way."""
 
-STRICT = _file("strict")
+STRICT = _file("strict.jinja")
 """Raises on tools, on a system message and on two turns of a user."""
 
-OWN_CALLS = _file("own_calls")
+OWN_CALLS = _file("own_calls.jinja")
 """Writes calls, and leaves out tools."""
 
-QWEN3_TOOLS = _file("qwen3_tools")
+QWEN3_TOOLS = _file("qwen3_tools.jinja")
 """The system message of the Qwen3 format."""
