@@ -31,14 +31,13 @@ import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 import studies
-from run import host, rounded
+from run import host, rounded, today
 from scipy import stats
 
 HERE = Path(__file__).parent
@@ -279,7 +278,7 @@ def measure(names: Sequence[str]) -> dict[str, dict[str, Any]]:
             for figure, value in runs[0].items()
         }
         found = rounded(found, 4)
-        out[name] = {"found": found, "date": datetime.now(UTC).date().isoformat(), "host": host()}
+        out[name] = {"found": found, "date": today(), "host": host()}
         print(name, found, flush=True)
     return out
 

@@ -21,11 +21,10 @@ import time
 import unicodedata
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from run import ROOT, host
+from run import ROOT, save, stamp
 
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "parity")]
 from random_dialogues import check_dialogues, hostile_text  # noqa: E402
@@ -164,10 +163,8 @@ def main() -> None:
     for part in ("dialogues", "injections", "tokenizers"):
         order = [name for kind, name, *_ in jobs if kind == part]
         out[part] = dict(sorted(out[part].items(), key=lambda row: (*order, row[0]).index(row[0])))
-    out["command"] = "python docs/proof/dialogues.py"
     out["words_of_last_call"] = sys.argv[1:]  # other rows stand as an earlier call left them
-    out["date"], out["host"] = datetime.now(UTC).isoformat(timespec="seconds"), host()
-    RESULTS.write_text(json.dumps(out, indent=1, ensure_ascii=False) + "\n")
+    save(RESULTS.stem, out | stamp("python docs/proof/dialogues.py"))
 
 
 if __name__ == "__main__":

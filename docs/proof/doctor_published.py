@@ -22,7 +22,7 @@ from typing import Any
 import doctor_faults  # noqa: F401 - the fault of level d
 import numpy as np
 from investigation import NUM_EPISODES, play_by_messages
-from run import stamp
+from run import save, stamp
 
 from lockstep.config import resolve
 from lockstep.doctor.diagnose import diagnose
@@ -162,7 +162,7 @@ def main() -> None:
     document = {
         **stamp("python docs/proof/doctor_published.py"), "models": found,
     }  # fmt: skip
-    (HERE / "doctor_published.json").write_text(json.dumps(document, indent=1) + "\n")
+    save("doctor_published", document)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from run import rounded, stamp
+from run import rounded, rows_of, save, stamp
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
@@ -227,8 +227,7 @@ def two_steps(model: Path, out: Path, *, is_fallback: bool) -> list[dict[str, fl
     if is_fallback:
         recipe = replace(recipe, engine=TransformersConfig(), fallback=True)
     train(resolve(recipe, words), out=out, view="json")
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "train/loss" in row]
+    return [row for row in rows_of(out) if "train/loss" in row]
 
 
 def described(steps: list[dict[str, float]]) -> dict[str, Any]:
@@ -297,7 +296,7 @@ def main() -> None:
                 if kind in found
             },
         }
-        RESULTS.write_text(json.dumps(document, indent=1) + "\n")
+        save(RESULTS.stem, document)
 
 
 if __name__ == "__main__":

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 import triton
 from gpu_models import MODELS
+from run import save, stamp
 
 ROOT = Path(__file__).parents[2]
 CHIPS = (80, 90, 100, 120)
@@ -37,16 +36,8 @@ def main() -> None:
         for chip in CHIPS:
             found.setdefault(model, {})[f"sm_{chip}"] = figures(model, chip)
             print(model, f"sm_{chip}", flush=True)
-    host = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-    made = {
-        "command": "python docs/proof/gpu_host.py",
-        "host": host,
-        "date": datetime.now(UTC).date().isoformat(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-    }
-    path = Path(__file__).with_suffix(".json")
-    path.write_text(json.dumps({**made, "models": found}, indent=1) + "\n")
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    save("gpu_host", {**stamp("python docs/proof/gpu_host.py"), **versions, "models": found})
 
 
 if __name__ == "__main__":

@@ -12,13 +12,12 @@ Lockstep's own loop; `doctor --ladder` finds the rung on which they part. Means 
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import numpy as np
-from run import stamp
+from run import save, stamp
 
 from lockstep.agent.tasks import derive_seed
 from lockstep.config import resolve
@@ -147,7 +146,7 @@ def main() -> None:
         "episodes": NUM_EPISODES,
         "models": models,
     }
-    (HERE / "investigation.json").write_text(json.dumps(document, indent=2) + "\n")
+    save("investigation", document)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,12 @@ python docs/proof/noise.py      half a minute each; writes noise.json beside thi
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from run import rounded, stamp
+from run import rounded, save, stamp
 from studies import PLAN, each_of
 
 from lockstep import measure_noise
@@ -38,7 +37,7 @@ def main() -> None:
         print(name, *(f"{figure} {value:.2g}" for figure, value in means.items()), flush=True)
         rows[name] = {"settings": list(words), **means, "seeds": seeds}
     document = {**stamp("python docs/proof/noise.py"), "rows": rows}
-    RESULTS.write_text(json.dumps(rounded(document, 3), indent=1) + "\n")
+    save("noise", rounded(document, 3))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import product
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "cpu")]
-LOCKSTEP = [sys.executable, "-m", "lockstep.cli"]
 SEEDS = (0, 1, 2)
 MODELS = ("tiny-gpt-oss", "tiny-qwen3")
 SHIPPED = dict.fromkeys(MODELS, "quickstart") | {"tiny-math": "math"}
@@ -47,8 +47,7 @@ def quickstart() -> dict[str, Any]:
             words = ["train", "quickstart", f"model={model}", f"seed={seed}", *contract]
             commands.append("lockstep " + " ".join(words))
             out = Path(scratch) / str(number)
-            subprocess.run([*LOCKSTEP, *words, "--json", f"out={out}"], check=True,
-                           stdout=subprocess.DEVNULL)  # fmt: skip
+            lockstep(*words, f"out={out}")
             name = " ".join([model, "seed", str(seed), *contract])
             runs[name] = describe_run(out)
             print(f"{name}:", json.dumps(runs[name]), flush=True)
@@ -56,7 +55,7 @@ def quickstart() -> dict[str, Any]:
 
 
 def describe_run(path: Path) -> dict[str, Any]:
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(path)
     environment = json.loads((path / "environment.json").read_text())
     steps = [r for r in rows if "reward/mean" in r]
     tests = [r for r in rows if "eval/sampled/mean@1" in r]
@@ -94,8 +93,7 @@ def models() -> dict[str, Any]:
             words = ["sft", model, "--plugin", "examples/tiny_models.py"]
             commands.append("lockstep " + " ".join(words))
             began = time.perf_counter()
-            subprocess.run([*LOCKSTEP, *words, "--json", f"out={out}"], check=True,
-                           stdout=subprocess.DEVNULL)  # fmt: skip
+            lockstep(*words, f"out={out}")
             seconds = time.perf_counter() - began
             shipped = ROOT / "src" / "lockstep" / "models" / "shipped" / model
             weights = "model.safetensors"
@@ -130,8 +128,7 @@ def describe_model(model: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "run"
         words = ["train", SHIPPED[model], f"model={model}", "steps=1", "evaluation.num_tasks=1"]
-        subprocess.run([*LOCKSTEP, *words, "--json", f"out={out}"], check=True,
-                       stdout=subprocess.DEVNULL)  # fmt: skip
+        lockstep(*words, f"out={out}")
         trajectories = [t for g in load_run(out).groups(0) for t in g.trajectories]
     turns = [s.token_ids.tolist() for t in trajectories for s in t.segments if s.is_sampled]
 
@@ -249,16 +246,51 @@ def main() -> None:
         store(name, {"seconds": round(time.perf_counter() - began, 1), **result})
 
 
+# -- what all proofs share -------------------------------------------------------------------------
+
+
+def lockstep(*words: str, cwd: Path = ROOT) -> str:
+    """The last line that `lockstep WORDS --json` prints. Raises CalledProcessError."""
+    command = [sys.executable, "-m", "lockstep.cli", words[0], "--json", *words[1:]]
+    done = subprocess.run(command, cwd=cwd, check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout.splitlines()[-1]
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    """What a run logged."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def expanded(text: str, named: Mapping[str, str]) -> tuple[str, ...]:
+    """The words of a text, with the words of NAME in place of @NAME.
+
+    >>> expanded("steps=3 @quiet", {"quiet": "evaluation=none"})
+    ('steps=3', 'evaluation=none')
+    """
+    found = (
+        expanded(named[word[1:]], named) if word.startswith("@") else (word,)
+        for word in text.split()
+    )
+    return tuple(word for words in found for word in words)
+
+
 def store(name: str, result: dict[str, Any]) -> None:
-    document = {
-        "part": name, "date": datetime.now(UTC).date().isoformat(), "host": host(), **result,
-    }  # fmt: skip
-    (HERE / f"{name}.json").write_text(json.dumps(document, indent=2) + "\n")
+    save(name, {"part": name, "date": today(), "host": host(), **result})
+
+
+def save(name: str, document: Mapping[str, Any]) -> None:
+    """Writes NAME.json beside this file."""
+    text = json.dumps(document, indent=1, ensure_ascii=False)
+    (HERE / f"{name}.json").write_text(text + "\n", "utf-8")
+
+
+def today() -> str:
+    return datetime.now(UTC).date().isoformat()
 
 
 def stamp(command: str) -> dict[str, Any]:
     """How, when and on what figures were measured."""
-    return {"command": command, "date": datetime.now(UTC).date().isoformat(), "host": host()}
+    return {"command": command, "date": today(), "host": host()}
 
 
 def rounded(value: Any, digits: int) -> Any:

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
-import platform
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from run import save, stamp
 
 from lockstep.agent.sandbox.base import SandboxConfig, SandboxLimits
 from lockstep.agent.sandbox.bubblewrap import BubblewrapConfig
@@ -63,15 +61,8 @@ def main() -> None:
             continue
         found[name] = proof_of(config)
         print(f"{name}:", {k: v for k, v in found[name].items() if k != "endings"})
-    proof = {
-        "command": "python docs/proof/sandbox.py",
-        "date": datetime.now(UTC).date().isoformat(),
-        "host": f"{platform.machine()}, {os.cpu_count()} processors, {platform.system()}",
-        "limits": {"seconds": LIMITS.seconds, "memory_mib": LIMITS.memory_mib},
-        "kinds": found,
-    }
-    path = Path(__file__).with_suffix(".json")
-    path.write_text(json.dumps(proof, indent=1) + "\n")
+    limits = {"seconds": LIMITS.seconds, "memory_mib": LIMITS.memory_mib}
+    save("sandbox", {**stamp("python docs/proof/sandbox.py"), "limits": limits, "kinds": found})
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import itertools
 import json
 import math
 import os
-import platform
 import random
 import shlex
 import shutil
@@ -36,7 +35,6 @@ import warnings
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -889,15 +887,11 @@ def main() -> int:
             print(f"{name:45} {seconds:6.1f} s  {'; '.join(problems) or 'ok'}", flush=True)
     print(f"{num_bad} of {len(cases)} runs with a problem")
     if options.hook is None and options.kills == 100:
-        proof = {
-            "command": "python docs/proof/soak.py",
-            "date": datetime.now(UTC).date().isoformat(),
-            "host": f"{platform.machine()}, {os.cpu_count()} processors, {platform.system()}",
-            "minutes": round(minutes + (time.monotonic() - started) / 60, 1),
-            "figures": SERVED,
-            "problems": found,
-        }
-        place.write_text(json.dumps(proof, indent=1) + "\n")
+        from run import save, stamp
+
+        minutes = round(minutes + (time.monotonic() - started) / 60, 1)
+        result = {"minutes": minutes, "figures": SERVED, "problems": found}
+        save("soak", stamp("python docs/proof/soak.py") | result)
     return int(num_bad > 0)
 
 

@@ -27,7 +27,6 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean
 from threading import Lock
@@ -37,7 +36,7 @@ import matplotlib
 
 matplotlib.use("agg")  # no display is needed
 from matplotlib import pyplot
-from run import host, rounded
+from run import expanded, host, rounded, rows_of, today
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -106,14 +105,8 @@ class Study:
 
 
 def words_of(text: str) -> Words:
-    """The settings in a text of studies.toml.
-
-    >>> words_of("model=tiny-qwen3 @baseline")
-    ('model=tiny-qwen3', 'correction.anchor=recomputed')
-    """
-    named = PLAN["words"]
-    found = (words_of(named[w[1:]]) if w.startswith("@") else (w,) for w in text.split())
-    return tuple(word for words in found for word in words)
+    """The words of a text of studies.toml."""
+    return expanded(text, PLAN["words"])
 
 
 def each_of(texts: Mapping[str, str]) -> dict[str, Words]:
@@ -165,8 +158,7 @@ class Run:
 
     def rows(self) -> list[dict[str, Any]]:
         """What it logged. behaviour/k3 is that of the log-probs which stand for the sampler's."""
-        lines = (self.path / "metrics.jsonl").read_text().splitlines()
-        rows = [json.loads(line) for line in lines]
+        rows = rows_of(self.path)
         for row in rows:
             for name in ("mismatch_averaged/k3", "mismatch/k3"):
                 if name in row:
@@ -245,7 +237,7 @@ def run_all(
         run = run_of(name, condition, arm, seed)
         run.complete()
         found = figures_of(run) | (match_rates(run) if name == "tokens" else {})
-        found |= {"date": datetime.now(UTC).date().isoformat(), "curves": curves_of(run)}
+        found |= {"date": today(), "curves": curves_of(run)}
         with lock:
             store(name, condition, arm, seed, found)
         print(f"{name}: {condition}, {arm}, seed {seed}: {found['reward_last_10']:.3f}", flush=True)

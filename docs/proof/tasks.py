@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import json
 import resource
-import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from run import HERE, LOCKSTEP, ROOT, SEEDS, host
+from run import HERE, ROOT, SEEDS, host, lockstep, rows_of, save, today
 
 JSON = HERE / "tasks.json"
 PLOTS = ROOT / "docs" / "tasks"
@@ -68,7 +66,7 @@ def summary(runs: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any
     before = [r["held_out_reward"]["sampled"][0] for r in runs.values()]
     after = [r["held_out_reward"]["sampled"][1] for r in runs.values()]
     return {
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": today(),
         "host": host(),
         "rise": round(mean(a["mean"] for a in after) - mean(b["mean"] for b in before), 3),
         "smallest_rise_of_a_seed": round(
@@ -84,9 +82,9 @@ def run(name: str, recipe: Recipe, more: tuple[str, ...], out: Path) -> dict[str
     """One training, and what its model is measured at besides."""
     words = ["train", name, *more]
     began, cpu_began = time.perf_counter(), cpu_seconds()
-    lockstep([*words, f"out={out}"])
+    lockstep(*words, f"out={out}")
     seconds, seconds_of_cpu = time.perf_counter() - began, cpu_seconds() - cpu_began
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(out)
     steps = [r for r in rows if "reward/mean" in r]
     tests = [r for r in rows if "eval/sampled/mean@1" in r]
     ends = (tests[0], tests[-1])
@@ -94,7 +92,7 @@ def run(name: str, recipe: Recipe, more: tuple[str, ...], out: Path) -> dict[str
     for how, text in recipe.played_again.items():
         settings = text.split()
         if not set(settings) <= set(more):
-            found = json.loads(lockstep(["eval", f"{out}@{len(steps)}", *settings]))["metrics"]
+            found = json.loads(lockstep("eval", f"{out}@{len(steps)}", *settings))["metrics"]
             again[how] = {
                 "command": " ".join([f"lockstep eval RUN@{len(steps)}", *settings]),
                 "sampled": estimate(found, "sampled"),
@@ -128,12 +126,6 @@ def cpu_seconds() -> float:
     """Of all processes that were started here and have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
-
-
-def lockstep(words: list[str]) -> str:
-    return subprocess.run(
-        [*LOCKSTEP, words[0], "--json", *words[1:]], check=True, stdout=subprocess.PIPE, text=True
-    ).stdout.splitlines()[-1]
 
 
 def estimate(metrics: Mapping[str, float], how: str) -> dict[str, float]:
@@ -195,7 +187,7 @@ def main() -> None:
             print(f"== {name}", flush=True)
             for found in measure(name, RECIPES[name]):
                 known["recipes"][name] = found
-                JSON.write_text(json.dumps(known, indent=1) + "\n")
+                save(JSON.stem, known)
         if name in known["recipes"]:
             plot(name, known["recipes"][name])
 
