@@ -33,8 +33,7 @@ from lockstep.models.config import ModelConfig
 from lockstep.observe.live import View, open_view
 from lockstep.recipes.fitting import usual_rate
 from lockstep.run.build import Parts, SharedBase, load_model
-from lockstep.run.episodes import play_tasks
-from lockstep.run.evaluation import Tester
+from lockstep.run.episodes import Tester, play_tasks
 from lockstep.run.preflight import ModelFiles, read_model_files
 from lockstep.run.served import build_policies
 from lockstep.run.step_metrics import check_failures, health_metrics, step_metrics

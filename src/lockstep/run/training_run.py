@@ -24,7 +24,7 @@ from lockstep.observe.loggers import Loggers
 from lockstep.observe.metrics import is_step_row
 from lockstep.report.document import write_report
 from lockstep.run.build import Parts, SharedBase, recipe_of, resolve_device, tokenizer_of
-from lockstep.run.evaluation import Tester
+from lockstep.run.episodes import Tester
 from lockstep.run.hooks import current_hooks
 from lockstep.run.preflight import ModelFiles, internals, sized_engine
 from lockstep.run.prompts import FirstPrompts

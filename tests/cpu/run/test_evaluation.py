@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.run.evaluation import evaluation_metrics, with_interval
+from lockstep.run.episodes import evaluation_metrics, with_interval
 from lockstep.types import Group, Task, Trajectory
 
 
