@@ -50,9 +50,11 @@ EPISODES = 8
 
 def words_of(text: str) -> list[str]:
     """The words of a text of pretrained.toml."""
-    text = text.replace("EXAMPLES", str(ROOT / "examples"))
-    text = text.replace("VLLM", str(ROOT / ".venv-vllm" / "bin" / "python"))
-    return list(expanded(text, PLAN["words"]))
+    python = ROOT / ".venv-vllm" / "bin" / "python"
+    return [
+        word.replace("EXAMPLES", str(ROOT / "examples")).replace("VLLM", str(python))
+        for word in expanded(text, PLAN["words"])
+    ]
 
 
 def run(text: str, place: Path, seed: int) -> dict[str, Any]:
