@@ -35,7 +35,7 @@ CEILINGS = {
     "environments and recipes": 3_763,
     "testing": 1_547,
     "tests": 61_142,
-    "proofs and benchmarks": 10_778,
+    "proofs and benchmarks": 10_692,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling
 follows."""
