@@ -13,59 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from measuring import Row, alone, main, note, require_proc, resident_bytes, row
+from measuring import Row, alone, main, models_of, note, require_proc, resident_bytes, row
 
 from lockstep.memory import MIB, MemoryPlan, PlanFacts, plan_memory
-from lockstep.models.attention_config import LatentShape, LinearShape
+from lockstep.models.attention_config import LatentShape
 from lockstep.models.config import ModelConfig
 from lockstep.models.shapes import decoder_shapes, num_elements
 from lockstep.training.config import TrainerConfig
 
 NUM_UPDATES = 3  # in the second one the moments are there while gradients are made
 
-DENSE = ModelConfig(
-    architecture="qwen3", vocab_size=640, hidden_size=64, intermediate_size=128, num_layers=2,
-    num_heads=4, num_kv_heads=2, head_dim=16, rms_norm_eps=1e-6, rope_theta=1e4,
-    max_positions=1024, windows=(None, None), tie_embeddings=True, has_qk_norm=True,
-)  # fmt: skip
-MOE = replace(
-    DENSE, architecture="gpt_oss", intermediate_size=64, has_qk_norm=False, has_sinks=True,
-    has_attention_bias=True, has_router_bias=True, has_expert_bias=True, num_experts=4,
-    num_active_experts=2, swiglu_limit=7.0, windows=(None, 64),
-)  # fmt: skip
-
-
-def widened(config: ModelConfig, *, layers: int, **shape: Any) -> ModelConfig:
-    windows = (config.windows * layers)[:layers]
-    return replace(config, num_layers=layers, windows=windows, **shape)
-
-
-MIDDLE_DENSE = widened(
-    DENSE, layers=8, hidden_size=384, intermediate_size=1024, num_heads=6, head_dim=64,
-    vocab_size=8192,
-)  # fmt: skip
-MIDDLE_MOE = widened(
-    MOE, layers=6, hidden_size=256, intermediate_size=256, num_heads=8, head_dim=32,
-    vocab_size=8192, num_experts=16, num_active_experts=4,
-)  # fmt: skip
-MIDDLE_HYBRID = replace(
-    MIDDLE_DENSE, architecture="qwen3_5_text", has_output_gate=True, norm_weights="centered",
-    linear=LinearShape(
-        layers=(0, 1, 2, 4, 5, 6), key_heads=6, value_heads=12, key_dim=32, value_dim=32,
-        conv_width=4, is_grouped=False,
-    ),
-)  # fmt: skip
-MIDDLE_LATENT = replace(
-    MIDDLE_DENSE, architecture="deepseek_v3", has_qk_norm=False, num_kv_heads=1, head_dim=64,
+MODELS = {name: ModelConfig.from_hf(shape) for name, shape in models_of("memory").items()}
+MODELS["middle latent"] = replace(
+    MODELS["middle qwen3"], architecture="deepseek_v3", has_qk_norm=False, num_kv_heads=1,
     latent=LatentShape(
         query_rank=192, kv_rank=128, nope_dim=32, rope_dim=32, value_dim=32, is_interleaved=True
     ),
-)  # fmt: skip
-LARGE_DENSE = widened(
-    DENSE, layers=12, hidden_size=512, intermediate_size=1536, num_heads=8, head_dim=64,
-    vocab_size=16384,
 )  # fmt: skip
 
 
@@ -98,33 +62,26 @@ def all_cases() -> list[Case]:
     tiny = {"num_rows": 16, "row_tokens": 256, "budget": 4096}
     one = {"num_rows": 4, "row_tokens": 512, "budget": 2048}
     several = {"num_rows": 4, "row_tokens": 512, "budget": 1024}
-    out = [
-        Case(name="tiny qwen3", model=DENSE, **tiny),
-        Case(name="tiny gpt_oss", model=MOE, **tiny),
-    ]
-    middle = {
-        "qwen3": MIDDLE_DENSE,
-        "gpt_oss": MIDDLE_MOE,
-        "hybrid": MIDDLE_HYBRID,
-        "latent": MIDDLE_LATENT,
-    }
-    for kind, model in middle.items():
+    out = [Case(name=name, model=MODELS[name], **tiny) for name in ("tiny qwen3", "tiny gpt_oss")]
+    for name in ("middle qwen3", "middle gpt_oss", "middle hybrid", "middle latent"):
+        model = MODELS[name]
         out += [
-            Case(name=f"middle {kind}", model=model, **one),
-            Case(name=f"middle {kind}, recompute", model=model, trainer=blocks, **one),
-            Case(name=f"middle {kind}, several micro-batches", model=model, **several),
-            Case(name=f"middle {kind}, contract", model=model, is_invariant=True, **one),
+            Case(name=name, model=model, **one),
+            Case(name=f"{name}, recompute", model=model, trainer=blocks, **one),
+            Case(name=f"{name}, several micro-batches", model=model, **several),
+            Case(name=f"{name}, contract", model=model, is_invariant=True, **one),
             Case(
-                name=f"middle {kind}, contract, bfloat16, recompute", model=model,
+                name=f"{name}, contract, bfloat16, recompute", model=model,
                 is_invariant=True, dtype="bfloat16", trainer=blocks, **several,
             ),
         ]  # fmt: skip
-    out += [
-        Case(name="middle hybrid, short rows", model=MIDDLE_HYBRID, **{**tiny, "row_tokens": 64}),
-        Case(name="large qwen3", model=LARGE_DENSE, **several),
-        Case(name="large qwen3, recompute", model=LARGE_DENSE, trainer=blocks, **several),
+    short, large = MODELS["middle hybrid"], MODELS["large qwen3"]
+    return [
+        *out,
+        Case(name="middle hybrid, short rows", model=short, **{**tiny, "row_tokens": 64}),
+        Case(name="large qwen3", model=large, **several),
+        Case(name="large qwen3, recompute", model=large, trainer=blocks, **several),
     ]
-    return out
 
 
 CASES = {case.name: case for case in all_cases()}

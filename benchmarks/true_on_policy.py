@@ -29,7 +29,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from measuring import Row, Side, answer_lines, command_of, in_turn, main, row
+from measuring import Row, Side, answer_lines, command_of, in_turn, main, models_of, row
 from measuring.sampling import reply_to, requests_of
 
 import numpy as np
@@ -52,20 +52,7 @@ from lockstep.types import Sample
 
 Tensor = torch.Tensor
 
-COMMON: dict[str, Any] = {
-    "vocab_size": 16384, "hidden_size": 512, "num_layers": 4, "num_heads": 8, "head_dim": 64,
-    "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_positions": 1024, "tie_embeddings": True,
-}  # fmt: skip
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3": COMMON | {
-        "num_kv_heads": 4, "intermediate_size": 1536, "windows": (None,) * 4, "has_qk_norm": True,
-    },
-    "gpt_oss": COMMON | {
-        "num_kv_heads": 2, "intermediate_size": 512, "windows": (128, None) * 2, "has_sinks": True,
-        "has_attention_bias": True, "num_experts": 8, "num_active_experts": 2, "swiglu_limit": 7.0,
-        "has_router_bias": True, "has_expert_bias": True,
-    },
-}  # fmt: skip
+SHAPES = models_of("true_on_policy")
 DTYPES = ("float32", "bfloat16")
 
 DECODE_PROMPT, DECODE_STEPS = 284, 33  # the mean context of the steps is 300
@@ -128,7 +115,7 @@ class Bench:
     ) -> None:
         self._backends, self._clock = backends, clock
         self._num_requests = 0
-        model = Decoder(ModelConfig(architecture=kind, **SHAPES[kind]))  # pyright: ignore[reportArgumentType]
+        model = Decoder(ModelConfig.from_hf(SHAPES[kind]))
         model.init_weights(std=0.05, seed=0)
         self._model = model.to(getattr(torch, dtype))
         self._trainer = Trainer(self._model, TrainerConfig(lr=1e-6), like=Path("."))
