@@ -26,7 +26,7 @@ def reference_attention(
     ):
         k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        at = torch.arange(len(q))
+        at = torch.arange(len(q), device=q.device)
         seen = at[:, None] >= at
         if window is not None:
             seen &= at[:, None] - at < window

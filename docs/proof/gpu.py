@@ -29,7 +29,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,10 @@ import numpy as np
 import torch
 from gpu_models import MODELS as CONFIGS
 from gpu_models import config_of
+from run import rows_of, today
+
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+from attention_formula import reference_attention
 
 from lockstep.engines.base import Engine, EngineContext
 from lockstep.engines.config import EmbeddedConfig, VllmConfig
@@ -220,7 +223,9 @@ def attention(where: Where) -> Figures:
             out = ops.attention(leaves[0], leaves[1], leaves[2], spec, context)
             out.backward(grad)
             exact = [x.double().requires_grad_() for x in inputs]
-            wanted = _formula(*exact, window=window, lengths=lengths)
+            wanted = reference_attention(
+                *exact[:3], sinks_H=exact[3], window=window, scale=width**-0.5, lengths=lengths
+            )
             wanted.backward(grad.double())
             found = [out, *(x.grad for x in leaves)]
             names = ("output", "dQ", "dK", "dV", "dsinks")
@@ -231,38 +236,16 @@ def attention(where: Where) -> Figures:
     return {"worst relative error": worst}
 
 
-def _formula(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sinks: torch.Tensor,
-    *,
-    window: int | None,
-    lengths: list[int],
-) -> torch.Tensor:
-    """Attention by its definition, one row after another."""
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    outs = []
-    for rows in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
-        q_row, k_row, v_row = (x.transpose(0, 1) for x in rows)
-        scores = q_row @ k_row.transpose(1, 2) * q.shape[2] ** -0.5
-        age = torch.arange(len(rows[0]), device=q.device)
-        age = age[:, None] - age
-        hidden = (age < 0) | (age >= (window or len(age)))
-        column = sinks[:, None, None].expand(-1, len(age), 1)
-        probs = torch.cat([scores.masked_fill(hidden, -torch.inf), column], -1).softmax(-1)
-        outs.append((probs[..., :-1] @ v_row).transpose(0, 1))
-    return torch.cat(outs)
-
-
 class ExactOps(Ops):
     """Stock ops with attention by its definition: Triton's kernel has no float64."""
 
     def attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, context: Any
     ) -> torch.Tensor:
-        sinks = q.new_full((q.shape[1],), -torch.inf) if spec.sinks is None else spec.sinks
-        return _formula(q, k, v, sinks, window=spec.window, lengths=context.lengths.tolist())
+        return reference_attention(
+            q, k, v, sinks_H=spec.sinks, window=spec.window, scale=spec.scale,
+            lengths=context.lengths.tolist(),
+        )  # fmt: skip
 
 
 @case("truth", "layers against float64", seconds=120)
@@ -362,7 +345,7 @@ def _cli(where: Where, *settings: str, out: Path, recipe: str = "quickstart") ->
     settings = (f"device={where.device.type}", "evaluation.at_start=false", *settings)
     done = said_by([*command, *settings])
     expect(done.returncode == 0, (done.stdout + done.stderr)[-2000:])
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return rows_of(out)
 
 
 def checkpoint(where: Where, name: str, folder: Path) -> Path:
@@ -710,7 +693,7 @@ def machine(where: Where) -> Figures:
         "device": name,
         "torch": torch.__version__,
         "commit": head.stdout.strip(),
-        "date": datetime.now(UTC).date().isoformat(),
+        "date": today(),
     }
 
 
