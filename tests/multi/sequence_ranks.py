@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,39 +24,7 @@ from lockstep.types import Ragged
 WORLD = 4
 SIZES = (2, 4)
 
-_COMMON = {
-    "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 8,
-    "head_dim": 8, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
-}  # fmt: skip
-_KINDS = {
-    "qwen3": {"model_type": "qwen3", "intermediate_size": 48, "tie_word_embeddings": True},
-    "gpt_oss": {
-        "model_type": "gpt_oss", "intermediate_size": 24, "num_local_experts": 4,
-        "num_experts_per_tok": 2, "sliding_window": 16, "tie_word_embeddings": False,
-        "rope_scaling": {"rope_type": "default"},
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "deepseek_v3": {
-        "model_type": "deepseek_v3", "intermediate_size": 48, "tie_word_embeddings": True,
-        "first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1, "q_lora_rank": None,
-        "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 10,
-    },
-    "olmo3": {
-        "model_type": "olmo3", "intermediate_size": 48, "tie_word_embeddings": False,
-        "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "gemma3_text": {
-        "model_type": "gemma3_text", "intermediate_size": 48, "tie_word_embeddings": True,
-        "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
-        "query_pre_attn_scalar": 24,
-    },
-    "glm4_moe": {
-        "model_type": "glm4_moe", "intermediate_size": 48, "tie_word_embeddings": True,
-        "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0,
-    },
-}  # fmt: skip
+_CONFIGS = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 BATCHES = {
     "packed": (5, 40, 41, 12, 23),
@@ -77,7 +47,7 @@ CASES = [
 
 
 def make_model(kind, num_kv_heads, dtype):
-    source = {**_COMMON, **_KINDS[kind], "num_key_value_heads": num_kv_heads}
+    source = {**_CONFIGS["common"], **_CONFIGS["kinds"][kind], "num_key_value_heads": num_kv_heads}
     model = Decoder(ModelConfig.from_hf(source))
     model.init_weights(std=0.3, seed=0)
     generator = torch.Generator().manual_seed(1)

@@ -8,6 +8,7 @@ that fails, a test that asks for one skips with the reason.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -72,29 +73,8 @@ _O200K = _Package(
         )
     },
 )
-_JSON_HASHES = {
-    # name: (of tokenizer.json, of tokenizer_config.json, which holds the chat template)
-    "qwen3": (
-        "aeb13307a71acd8fe81861d94ad54ab689df773318809eed3cbe794b4492dae4",
-        "5a7303fcb1a27ede63134a2cbd61d5282c247ca6d769ce4746d4ffa124aedd63",
-    ),
-    "qwen2_5": (
-        "c0382117ea329cdf097041132f6d735924b697924d6f6fc3945713e96ce87539",
-        "5b5d4f65d0acd3b2d56a35b56d374a36cbc1c8fa5cf3b3febbbfabf22f359583",
-    ),
-    "llama3_2": (
-        "6b9e4e7fb171f92fd137b777cc2714bf87d11576700a1dcd7a399e7bbe39537b",
-        "9823dcfdc1121869029da45192238e85cf44f0b232a6d9dc20e4fe6f4242a14e",
-    ),
-    "deepseek_v3": (
-        "621ac2e32d0dba658404412318818aaa8ce8cda492e59830109d8da6b517fb41",
-        "637bcd1a08cf7c772ce6a383196b22930921c79c3c73223c5afc0c7f41545546",
-    ),
-    "gemma3": (
-        "4667f2089529e8e7657cfb6d1c19910ae71ff5f28aa7ab2ff2763330affad795",
-        "fa4bdfa99d3936e966002d9622c8ef2dba07b15e48b117cb20fe5f47a02d7601",
-    ),
-}
+_JSON_HASHES = json.loads(Path(__file__).with_suffix(".json").read_text())
+"""Name -> hashes of tokenizer.json, and of tokenizer_config.json, which holds the chat template."""
 NAMES = tuple(_JSON_HASHES)
 """The tokenizers that come as a tokenizer.json, with a chat template."""
 

@@ -1,6 +1,7 @@
 """Every family of the decoder against Hugging Face's models: logits, gradients, checkpoints."""
 
 import json
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -14,122 +15,11 @@ from lockstep.training.optimizer import is_decayed
 
 transformers = pytest.importorskip("transformers", reason="pip install 'lockstep-rl[transformers]'")
 
-SHAPE = {
-    "vocab_size": 199, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "intermediate_size": 40, "max_position_embeddings": 256,
-    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.2,
-}  # fmt: skip
-WIDE_HEADS = {"head_dim": 16}  # 6 x 16 is twice the hidden size
-ROPE = {
-    "default": {"rope_type": "default", "rope_theta": 10000.0},
-    "yarn": {
-        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "beta_fast": 32.0,
-        "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 32,
-    },
-    "llama3": {
-        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
-    },
-    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0},
-    "latent-yarn": {
-        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 32.0,
-        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.7,
-        "original_max_position_embeddings": 32,
-    },
-    "half": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
-    "sections": {  # of images and films; text has one position in all of them
-        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
-        "mrope_section": [2, 1, 1], "mrope_interleaved": True,
-    },
-    "by-layer": {
-        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-    },
-    "yarn-by-layer": {
-        "full_attention": {
-            "rope_type": "yarn", "rope_theta": 500000.0, "factor": 8.0, "beta_fast": 32.0,
-            "beta_slow": 1.0, "attention_factor": 1.2, "original_max_position_embeddings": 32,
-        },
-        "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0},
-    },
-}  # fmt: skip
-GPT_OSS = {
-    **WIDE_HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}  # fmt: skip
-MOE = {
-    **WIDE_HEADS, "moe_intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 2,
-}  # fmt: skip
-SLIDING = {"use_sliding_window": True, "sliding_window": 8}
-WINDOWS = {
-    "sliding_window": 8,
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-}
-PACKABLE = {**GPT_OSS, "hidden_size": 64, "intermediate_size": 32}  # multiples of 32
-GLM = {
-    **WIDE_HEADS, "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "num_mtp_layers": 0,
-}  # fmt: skip
-LATENT = {
-    **GLM, "head_dim": 8, "kv_lora_rank": 20, "q_lora_rank": 28, "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8, "v_head_dim": 14, "n_group": 4, "topk_group": 2,
-    "num_key_value_heads": 6,
-}  # fmt: skip
-HYBRID = {
-    **WIDE_HEADS, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 12, "linear_value_head_dim": 10, "linear_conv_kernel_dim": 4,
-    "full_attention_interval": 3,
-}  # fmt: skip
-SHARED = {
-    **HYBRID, "moe_intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 2,
-    "shared_expert_intermediate_size": 20,
-}  # fmt: skip
-CASES = {
-    "gpt_oss": ("GptOss", "default", True, GPT_OSS),
-    "gpt_oss-mxfp4": ("GptOss", "yarn", False, PACKABLE),
-    "gpt_oss-yarn": ("GptOss", "yarn", False, GPT_OSS),
-    "qwen2": ("Qwen2", "default", True, {}),
-    "qwen2-windows": ("Qwen2", "yarn", False, {**SLIDING, "max_window_layers": 1}),
-    "qwen3": ("Qwen3", "default", True, WIDE_HEADS),
-    "qwen3-biases": ("Qwen3", "yarn", False, {**WIDE_HEADS, "attention_bias": True}),
-    "qwen3_moe": ("Qwen3Moe", "default", True, {**MOE, "norm_topk_prob": True}),
-    "qwen3_moe-dense-layers": (
-        "Qwen3Moe", "linear", False,
-        {**MOE, **SLIDING, "norm_topk_prob": False, "decoder_sparse_step": 2},
-    ),
-    "llama": ("Llama", "llama3", False, {}),
-    "llama-biases": ("Llama", "default", True, {**WIDE_HEADS, "attention_bias": True}),
-    "mistral": ("Mistral", "default", False, {**WIDE_HEADS, "sliding_window": 8}),
-    "olmo3": ("Olmo3", "yarn-by-layer", False, WINDOWS),
-    "olmo3-tied": ("Olmo3", "by-layer", True, WINDOWS),
-    "gemma3_text": (
-        "Gemma3Text", "by-layer", True, {**WINDOWS, **WIDE_HEADS, "query_pre_attn_scalar": 24},
-    ),
-    "glm4_moe": ("Glm4Moe", "half", False, {**GLM, "use_qk_norm": True, "n_shared_experts": 2}),
-    "glm4_moe-groups": (
-        "Glm4Moe", "default", True,
-        {**GLM, "n_group": 4, "topk_group": 2, "norm_topk_prob": False, "attention_bias": True},
-    ),
-    "deepseek_v3": ("DeepseekV3", "latent-yarn", False, {**LATENT, "attention_bias": True}),
-    "deepseek_v3-plain": (
-        "DeepseekV3", "default", True, {**LATENT, "q_lora_rank": None, "rope_interleave": False},
-    ),
-    "mistral-full": ("Mistral", "yarn", True, {"sliding_window": None}),
-}  # fmt: skip
-HYBRIDS = {
-    "qwen3_next": ("Qwen3Next", "half", False, {**SHARED, "mlp_only_layers": [1]}),
-    "qwen3_next-dense": ("Qwen3Next", "default", True, {**HYBRID, "num_experts": 0}),
-    "qwen3_5_text": ("Qwen3_5Text", "sections", True, HYBRID),
-    "qwen3_5_moe_text": ("Qwen3_5MoeText", "half", False, SHARED),
-}
-
-DENSE = {**LATENT, "first_k_dense_replace": 3}  # routers are float32 in a model of any dtype
-LATENTS = {
-    "deepseek_v3-dense": ("DeepseekV3", "latent-yarn", False, {**DENSE, "attention_bias": True}),
-    "deepseek_v3-dense-plain": (
-        "DeepseekV3", "default", True, {**DENSE, "q_lora_rank": None, "rope_interleave": False},
-    ),
-}  # fmt: skip
+CONFIGS = json.loads(Path(__file__).with_suffix(".json").read_text())
+SHAPE, ROPE = CONFIGS["shape"], CONFIGS["rope"]
+CASES, HYBRIDS, LATENTS = (CONFIGS[name] for name in ("cases", "hybrids", "latents"))
+"""Case -> (class of transformers, name of its rope, whether the head is tied, more of its config).
+The latents have no layer with experts, for routers are float32 in a model of any dtype."""
 
 
 def make_hf(case, *, seed=0):

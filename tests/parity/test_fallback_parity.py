@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,25 +30,8 @@ transformers = pytest.importorskip("transformers", reason="pip install 'lockstep
 
 from lockstep.models.fallback import load_fallback  # noqa: E402
 
-SHAPE = {
-    "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-    "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None, "initializer_range": 0.3,
-}  # fmt: skip
-KINDS = {
-    "Olmo2": SHAPE,
-    "Gemma2": {**SHAPE, "head_dim": 8, "sliding_window": 8, "final_logit_softcapping": 3.0},
-    "Phi": {**SHAPE, "hidden_size": 32, "resid_pdrop": 0.1},  # its head has a bias
-    "Granite": {**SHAPE, "logits_scaling": 4.0, "attention_multiplier": 0.3},
-    "Olmoe": {**SHAPE, "num_experts": 4, "num_experts_per_tok": 2},
-    "Llama4Text": {  # its body has another name than its class says
-        **SHAPE, "head_dim": 6, "num_local_experts": 2, "intermediate_size_mlp": 40,
-    },
-    "GPT2": {
-        "vocab_size": 61, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 128,
-        "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None,
-    },
-}  # fmt: skip
+KINDS = json.loads(Path(__file__).with_suffix(".json").read_text())
+"""The head of Phi has a bias. The body of Llama4Text has another name than its class says."""
 PLAIN = {"Olmo2", "Olmoe", "GPT2"}
 
 

@@ -2,6 +2,7 @@
 images stays in the checkpoint byte for byte."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,37 +18,7 @@ from lockstep.ops.context import PackedContext
 from lockstep.recipes import find_recipe
 from lockstep.run.preflight import read_model_files
 
-TEXT = {
-    "vocab_size": 80, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48,
-    "max_position_embeddings": 128,
-}  # fmt: skip
-HYBRID = {
-    **TEXT, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
-EXPERTS = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}  # fmt: skip
-QWEN_EYES = {
-    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32,
-    "num_position_embeddings": 16,
-}  # fmt: skip
-WHOLES = {
-    "Gemma3": {
-        "text_config": {
-            **TEXT, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
-        },
-        "vision_config": {
-            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
-            "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
-        },
-        "mm_tokens_per_image": 4,
-    },
-    "Qwen3_5": {"text_config": HYBRID, "vision_config": QWEN_EYES},
-    "Qwen3_5Moe": {"text_config": {**HYBRID, **EXPERTS}, "vision_config": QWEN_EYES},
-}  # fmt: skip
+WHOLES = json.loads(Path(__file__).with_suffix(".json").read_text())
 IDS = torch.randint(0, 80, (41,), generator=torch.Generator().manual_seed(1))
 
 
