@@ -7,7 +7,9 @@ whole is not always what the model saw; each such case is in REWRITES, with what
 from dataclasses import replace
 from functools import lru_cache
 
+import chat_templates
 import pytest
+from chat_templates import ANSWER, CALL, MORE, QUESTION, SYSTEM
 from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,16 +34,8 @@ SEARCH = ToolSchema(
         "required": ["keywords"],
     },
 )
-SYSTEM = Message(role="system", content="Search, then answer.")
-QUESTION = Message(role="user", content="Who is the friend of Bela?")
-CALL = Message(
-    role="assistant",
-    tool_calls=(ToolCall(name="get_document_chunks", arguments='{"keywords": ["Bela"]}'),),
-)
-REPLY = Message(role="tool", name="get_document_chunks", content="The friend of Bela is Ciro.\n")
-THINKING = Message(role="assistant", thinking="I know this.", content="It is Ciro.")
-ANSWER = Message(role="assistant", content="It is Ciro.")
-MORE = Message(role="user", content="And of Ciro?")
+REPLY = replace(chat_templates.REPLY, content="The friend of Bela is Ciro.\n")
+THINKING = replace(ANSWER, thinking="I know this.")
 
 DIALOGUES = {
     "simple": [SYSTEM, QUESTION],

@@ -8,8 +8,18 @@ purpose.
 from dataclasses import replace
 from functools import lru_cache
 
+import chat_templates
 import pytest
-from chat_templates import function_of, shipped_ids, template_text
+from chat_templates import (
+    ANSWER,
+    CALL,
+    QUESTION,
+    SEARCH,
+    SYSTEM,
+    function_of,
+    shipped_ids,
+    template_text,
+)
 from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,27 +28,11 @@ from real_tokenizers import directory_of, tokenizer_of
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig
 from lockstep.testing.renderers import check_renderer
-from lockstep.types import Message, ToolCall, ToolSchema
+from lockstep.types import Message, ToolCall
 
-SEARCH = ToolSchema(
-    name="get_document_chunks",
-    description='Finds "chunks" \u00fcber <keywords>.',
-    parameters={
-        "type": "object",
-        "properties": {"keywords": {"type": "array", "items": {"type": "string"}}},
-        "required": ["keywords"],
-    },
-)
-SYSTEM = Message(role="system", content="Search, then answer.")
-QUESTION = Message(role="user", content="Who is the friend of Bela?")
-CALL = Message(
-    role="assistant",
-    tool_calls=(ToolCall(name="get_document_chunks", arguments='{"keywords": ["Bela"]}'),),
-)
-REPLY = Message(role="tool", name="get_document_chunks", content="The friend of Bela is Ciro.\n")
+REPLY = replace(chat_templates.REPLY, content="The friend of Bela is Ciro.\n")
 THINKING = Message(role="assistant", thinking="I know this.", content="It is Ciro.")
-ANSWER = Message(role="assistant", content="It is Ciro.")
-MORE = Message(role="user", content="\nAnd of Ciro?")
+MORE = replace(chat_templates.MORE, content="\nAnd of Ciro?")
 TWO_CALLS = replace(CALL, content="I search.", tool_calls=CALL.tool_calls * 2)
 
 DIALOGUES = {
