@@ -80,6 +80,8 @@ class Study:
     """By name: what is done about it."""
     curves: Words
     """Metrics that are drawn, and kept with the figures."""
+    columns: Words
+    """Figures in the columns of its table."""
     recipe: str = "quickstart"
     model: str = ""
     """Supervised recipe whose model is made first, as a small gpt-oss; empty: a shipped model."""
@@ -99,7 +101,7 @@ class Study:
     def read(cls, *, usual_arms: str = "", **fields: Any) -> Study:
         """usual_arms: the name of arms of several studies. fields: a study's table."""
         arms = PLAN["arms"].get(usual_arms, {}) | fields.get("arms", {})
-        for name in ("settings", "curves", "parent", "teacher"):
+        for name in ("settings", "curves", "columns", "parent", "teacher"):
             fields[name] = words_of(fields.get(name, ""))
         return cls(**fields | {"conditions": each_of(fields["conditions"]), "arms": each_of(arms)})
 

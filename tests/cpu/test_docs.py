@@ -24,6 +24,7 @@ import re
 import runpy
 import shlex
 import sys
+import tomllib
 import types
 import warnings
 from collections import Counter
@@ -438,105 +439,8 @@ def tasks_table() -> str:
     return table(heads, rows)
 
 
-FIGURE_HEADS = {
-    "k1_first": "k1, first step",
-    "k2_first": "k2, first step",
-    "k3_first": "k3, first step",
-    "k1_last_10": "k1, last 10",
-    "k2_last_10": "k2, last 10",
-    "k3_mean": "k3",
-    "k3_first_10": "k3, first 10",
-    "k3_last_10": "k3, last 10",
-    "k3_largest": "k3, largest of a step",
-    "max_abs_diff": "largest difference of a token",
-    "match_rate_first": "ids that match, first step",
-    "match_rate_last": "last step",
-    "reward_first_10": "reward, first 10 steps",
-    "reward_last_10": "reward, last 10",
-    "reward_worst_10": "worst 10 steps",
-    "held_out_greedy": "held out, greedy",
-    "held_out_sampled": "held out, sampled",
-    "response_length_first_10": "tokens of an answer, first 10",
-    "response_length_last_10": "tokens of an answer, last 10",
-    "ess": "effective sample size",
-    "rejected_share": "rejected share",
-    "averaged_k3_mean": "k3 of the averaged behaviour",
-    "behaviour_k3_mean": "k3 of what stands for the sampler",
-    "behaviour_k3_last_10": "its last 10",
-    "behaviour_k3_largest": "its largest",
-    "clip_fraction": "clipped",
-    "replayed_share": "replayed",
-    "grad_norm": "gradient norm",
-    "grad_norm_largest": "gradient norm, largest",
-    "entropy_last_10": "entropy, last 10",
-    "log_ppl_abs_diff_max_last_10": "largest log-perplexity gap, last 10",
-    "collapses": "share of runs that collapse",
-    "collapse_step": "at step",
-    "tokens_sampled": "tokens sampled",
-    "tokens_to_80": "tokens to 0.80 held out",
-    "tokens_to_90": "tokens to 0.90 held out",
-    "compared_share": "turns with a peer",
-}
-"""Figure of a run -> head of its column."""
-STUDY_COLUMNS = {
-    "tokens": (
-        "k1_first", "k2_first", "k3_first", "k1_last_10", "k2_last_10", "match_rate_first",
-        "match_rate_last", "reward_last_10", "held_out_greedy",
-    ),
-    "corrections": (
-        "reward_last_10", "held_out_greedy", "response_length_last_10", "k3_mean", "ess",
-        "rejected_share",
-    ),
-    "fork": (
-        "k3_first_10", "k3_last_10", "rejected_share", "reward_last_10", "reward_worst_10",
-        "held_out_greedy",
-    ),
-    "moe": (
-        "reward_last_10", "held_out_greedy", "response_length_last_10", "k3_mean",
-        "averaged_k3_mean", "ess",
-    ),
-    "averaging": (
-        "reward_last_10", "reward_worst_10", "held_out_greedy", "k3_mean", "behaviour_k3_mean",
-        "behaviour_k3_last_10", "behaviour_k3_largest", "clip_fraction", "replayed_share",
-    ),
-    "sinks": (
-        "reward_last_10", "reward_worst_10", "held_out_greedy", "grad_norm", "grad_norm_largest",
-        "entropy_last_10", "k3_last_10", "log_ppl_abs_diff_max_last_10",
-    ),
-    "collapse": (
-        "collapses", "collapse_step", "reward_last_10", "held_out_greedy", "k3_mean",
-        "behaviour_k3_mean", "grad_norm_largest", "clip_fraction",
-    ),
-    **dict.fromkeys(
-        ("sinks-math", "sinks-retool", "sinks-instructions"),
-        (
-            "collapses", "collapse_step", "reward_first_10", "reward_last_10", "held_out_sampled",
-            "grad_norm_largest", "k3_last_10",
-        ),
-    ),
-    "penalty": ("collapses", "collapse_step", "reward_last_10", "k3_last_10"),
-    "renderers": ("reward_first_10", "reward_last_10", "held_out_greedy", "k3_mean"),
-    "methods": (
-        "reward_last_10", "held_out_sampled", "tokens_sampled", "tokens_to_90", "entropy_last_10",
-        "collapses",
-    ),
-    "credit": (
-        "reward_last_10", "held_out_sampled", "tokens_sampled", "tokens_to_80", "tokens_to_90",
-        "compared_share", "entropy_last_10",
-    ),
-    "distill": (
-        "held_out_sampled", "tokens_sampled", "tokens_to_90", "reward_last_10", "entropy_last_10",
-    ),
-    "growth": (
-        "reward_first_10", "reward_last_10", "response_length_first_10",
-        "response_length_last_10", "k3_mean", "k3_largest",
-    ),
-    "thousand": (
-        "reward_first_10", "reward_last_10", "response_length_first_10",
-        "response_length_last_10", "collapses", "k3_largest", "max_abs_diff",
-    ),
-    "late": ("reward_first_10", "reward_last_10", "k3_first_10", "k3_last_10", "k3_largest"),
-}  # fmt: skip
+STUDIES = tomllib.loads((PROOFS / "studies.toml").read_text("utf-8"))
+"""Studies with the columns of their tables, and the heads of these."""
 
 
 def methods_table() -> str:
@@ -585,9 +489,9 @@ def study_table(name: str) -> str:
         of = f" of {planned}" if num_seeds < planned else ""
         return f"{arm} ({num_seeds}{of} seeds)"
 
-    columns, conditions = STUDY_COLUMNS[name], study["conditions"]
+    columns, conditions = STUDIES["studies"][name]["columns"].split(), study["conditions"]
     has_arms = any(len(arms) > 1 for arms in conditions.values())
-    heads = ["condition", *(["arm"] if has_arms else []), *map(FIGURE_HEADS.get, columns)]
+    heads = ["condition", *(["arm"] if has_arms else []), *map(STUDIES["heads"].get, columns)]
     rows = []
     for condition, arms in conditions.items():
         for arm, found in arms.items():
@@ -853,7 +757,7 @@ TABLES = {
     "task-instructions": partial(task_table, "instructions"),
     "task-quickstart": partial(task_table, "quickstart"),
     "tasks": tasks_table,
-    **{f"study-{name}": partial(study_table, name) for name in STUDY_COLUMNS},
+    **{f"study-{name}": partial(study_table, name) for name in STUDIES["studies"]},
 }
 
 
@@ -885,7 +789,7 @@ def test_generated_tables_are_up_to_date(page):
 
 def test_no_seed_of_a_study_is_left_out():
     studies = proved("studies")["studies"]
-    assert set(studies) <= set(STUDY_COLUMNS)
+    assert set(studies) <= set(STUDIES["studies"])
     for study in studies.values():
         for arms in study["conditions"].values():
             for arm in arms.values():
