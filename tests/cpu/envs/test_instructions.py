@@ -4,6 +4,7 @@ import csv
 import json
 import random
 from itertools import pairwise
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,48 +33,9 @@ from lockstep.types import Message, ToolCall
 
 AGENT = AgentConfig()
 
-# id, arguments, a reply that follows, one that does not.
-CASES = [
-    ("keywords:existence", {"keywords": ["Art", "sea"]}, "A party at SEA.", "A party."),
-    ("keywords:existence", {"keywords": ["c++ (new)"]}, "I like C++ (new).", "I like c."),
-    ("keywords:frequency", {"keyword": "to", "frequency": 2, "relation": "at least"},
-     "To go too.", "To go."),
-    ("keywords:frequency", {"keyword": "a.", "frequency": 1, "relation": "less than"},
-     "ab ac", "A. b"),
-    ("keywords:forbidden_words", {"forbidden_words": ["sea"]}, "The seas.", "The Sea!"),
-    ("keywords:letter_frequency", {"letter": "!", "let_frequency": 2, "let_relation": "at least"},
-     "Oh! No!", "Oh!"),
-    ("language:response_language", {"language": "ko"}, "나는 집에 간다", "I go home"),
-    ("language:response_language", {"language": "ja"}, "私はうちへ帰ります", "我回家"),
-    ("language:response_language", {"language": "zh-cn"}, "我回家", "I go home"),
-    ("length_constraints:number_sentences", {"num_sentences": 2, "relation": "less than"},
-     "Dr. Ames paid 3.50 at 5 p.m. sharp.", "One. Two."),
-    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "a\n***\nb", "a\n***\n***\nb"),
-    ("length_constraints:number_words", {"num_words": 3, "relation": "at least"},
-     "one two-three", "one two"),
-    ("length_constraints:nth_paragraph_first_word",
-     {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Sea"}, "a\n\n\"Sea, b", "a\n\nb sea"),
-    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[a] [b]", "[a\n] [b]"),
-    ("detectable_content:postscript", {"postscript_marker": "P.S."}, "a\np. s. b", "a\nps b"),
-    ("detectable_content:postscript", {"postscript_marker": "P.P.S"}, "a P.P.S. b", "a P.S. b"),
-    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n - b", "* a\n** b"),
-    ("detectable_format:constrained_response", {}, "Well. My answer is yes.", "Yes."),
-    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*a* **b**", "*a* **"),
-    ("detectable_format:multiple_sections", {"section_spliter": "Section", "num_sections": 2},
-     "Section 1\na\nSection 2\nb", "Section 1\na\nSECTION 2"),
-    ("detectable_format:json_format", {}, "```json\n{\"a\": [1]}\n```", "{'a': 1}"),
-    ("detectable_format:title", {}, "<<A>>\nb", "<< >>\nb"),
-    ("combination:two_responses", {}, "a\n******\nb", "a\n******\na"),
-    ("combination:repeat_prompt", {"prompt_to_repeat": "Say A."}, "say a. A", "A. Say A."),
-    ("startend:end_checker", {"end_phrase": "The end."}, "a. the END.\"", "the end. a"),
-    ("startend:quotation", {}, ' "a" ', '"'),
-    ("change_case:capital_word_frequency", {"capital_frequency": 2, "capital_relation": "at least"},
-     "WELL-KNOWN and NASA's ABC", "WELL-KNOWN, and so on"),
-    ("change_case:english_capital", {}, "ALL 3 OF US!", "ALL OF us"),
-    ("change_case:english_capital", {}, "ALL OF US", "ÄLL ÖF US"),
-    ("change_case:english_lowercase", {}, "all 3 of us!", "all of Us"),
-    ("punctuation:no_comma", {}, "a; b", "a, b"),
-]  # fmt: skip
+TABLES = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
+CASES = TABLES["cases"]
+"""[id, arguments, a reply that follows, one that does not]."""
 
 
 @pytest.mark.parametrize(
@@ -113,21 +75,8 @@ def test_sentences_end_neither_at_abbreviations_nor_in_numbers():
     assert count_capital_words("DON'T stop. A WELL-KNOWN plan (NASA's).") == 5
 
 
-BAD_ARGUMENTS = [
-    ("keywords:existance", {}, "no instruction is called 'keywords:existance'. Did you mean"),
-    ("keywords:existence", {}, "needs the argument 'keywords'"),
-    ("keywords:existence", {"keywords": "sea"}, "must be a list of texts"),
-    ("keywords:existence", {"keywords": ["a"], "n": 1}, "has no argument 'n'"),
-    ("length_constraints:number_words", {"num_words": -1, "relation": "at least"}, "at least 0"),
-    ("length_constraints:number_words", {"num_words": True, "relation": "at least"}, "at least 0"),
-    ("length_constraints:number_words", {"num_words": 5, "relation": "more than"}, "'less than'"),
-    ("keywords:letter_frequency",
-     {"letter": " ", "let_frequency": 1, "let_relation": "at least"}, "letter=' ' must be text"),
-    ("length_constraints:nth_paragraph_first_word",
-     {"num_paragraphs": 1, "nth_paragraph": 2, "first_word": "a"}, "nth_paragraph=2 of 1"),
-    ("language:response_language", {"language": "xx"}, "must be one of ar, bg"),
-    ("language:response_language", {"language": "fr"}, "task.detector=langdetect"),
-]  # fmt: skip
+BAD_ARGUMENTS = TABLES["bad_arguments"]
+"""[id, arguments, what the error says]."""
 
 
 @pytest.mark.parametrize(
