@@ -34,8 +34,8 @@ CEILINGS = {
     "store, observe, report": 2_797,
     "environments and recipes": 3_763,
     "testing": 1_547,
-    "tests": 61_142,
-    "proofs and benchmarks": 10_692,
+    "tests": 60_489,
+    "proofs and benchmarks": 10_626,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling
 follows."""

@@ -6,9 +6,11 @@ folder, and for `docs/proof/run.py`.
 """
 
 import asyncio
+import json
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ import torch
 
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
-from lockstep.models.attention_config import LatentShape, LinearShape, Llama3Scaling, YarnScaling
+from lockstep.models import attention_config
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.lora import add_adapter
@@ -33,183 +35,24 @@ THREADS = ((1, 1), (2, 1), (1, 2), (2, 2))
 DTYPES = ("float32", "bfloat16")
 PAGE_SIZES = (16, 48, 128)
 
-_NARROW = {
-    "vocab_size": 560, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
-    "head_dim": 16, "intermediate_size": 128,
-}  # fmt: skip
-_WIDE = {
-    "vocab_size": 4096, "hidden_size": 512, "num_layers": 2, "num_heads": 8, "num_kv_heads": 2,
-    "head_dim": 64,
-}  # fmt: skip
-_MOE = {
-    "architecture": "gpt_oss", "has_sinks": True, "has_attention_bias": True, "num_experts": 4,
-    "num_active_experts": 2, "swiglu_limit": 7.0, "has_router_bias": True,
-    "has_expert_bias": True,
-}  # fmt: skip
-_DENSE = {"architecture": "qwen3", "has_qk_norm": True}
 
-MODELS = {
-    "gpt_oss": {**_NARROW, **_MOE, "windows": (40, None)},
-    "qwen3": {**_NARROW, **_DENSE, "windows": (None, None)},
-}
-FAMILIES = {
-    "qwen2": {
-        **_NARROW,
-        "architecture": "qwen2",
-        "has_attention_bias": True,
-        "has_output_bias": False,
-        "windows": (None, 40),
-        "tie_embeddings": False,
-    },
-    "glm4_moe": {
-        **_NARROW,
-        "architecture": "glm4_moe",
-        "rotary_share": 0.5,
-        "num_experts": 8,
-        "num_active_experts": 2,
-        "intermediate_size": 48,
-        "shared_width": 48,
-        "has_sigmoid_routes": True,
-        "num_expert_groups": 4,
-        "num_active_groups": 2,
-        "route_scale": 1.5,
-        "dense_layers": (0,),
-        "dense_intermediate_size": 96,
-        "windows": (None, None),
-    },
-    "qwen3_next": {
-        **_NARROW,
-        "architecture": "qwen3_next",
-        "num_layers": 3,
-        "has_qk_norm": True,
-        "has_output_gate": True,
-        "norm_weights": "centered",
-        "rotary_share": 0.25,
-        "linear": LinearShape(
-            layers=(0, 2),
-            key_heads=2,
-            value_heads=4,
-            key_dim=16,
-            value_dim=12,
-            conv_width=4,
-            is_grouped=True,
-        ),
-        "num_experts": 6,
-        "num_active_experts": 2,
-        "intermediate_size": 48,
-        "shared_width": 48,
-        "has_shared_gate": True,
-        "windows": (None, None, None),
-    },
-    "qwen3_5_text": {
-        **_NARROW,
-        "architecture": "qwen3_5_text",
-        "has_qk_norm": True,
-        "has_output_gate": True,
-        "norm_weights": "centered",
-        "rotary_share": 0.25,
-        "linear": LinearShape(
-            layers=(0,),
-            key_heads=4,
-            value_heads=4,
-            key_dim=8,
-            value_dim=24,
-            conv_width=4,
-            is_grouped=False,
-        ),
-        "windows": (None, None),
-    },
-    "deepseek_v3": {
-        **_NARROW,
-        "architecture": "deepseek_v3",
-        "num_kv_heads": 1,
-        "head_dim": 24,
-        "latent": LatentShape(
-            query_rank=40, kv_rank=32, nope_dim=16, rope_dim=8, value_dim=20, is_interleaved=True
-        ),
-        "num_experts": 6,
-        "num_active_experts": 2,
-        "intermediate_size": 48,
-        "shared_width": 48,
-        "has_sigmoid_routes": True,
-        "dense_layers": (0,),
-        "dense_intermediate_size": 96,
-        "windows": (None, None),
-    },
-    "olmo3": {
-        **_NARROW,
-        "architecture": "olmo3",
-        "has_qk_norm": True,
-        "has_wide_qk_norm": True,
-        "norms": "after",
-        "norm_weights": "wide",
-        "window_rope_theta": 5e5,
-        "windows": (40, None),
-    },
-    "gemma3_text": {
-        **_NARROW,
-        "architecture": "gemma3_text",
-        "has_qk_norm": True,
-        "norms": "both",
-        "norm_weights": "centered",
-        "activation": "gelu",
-        "embedding_scale": 8.0,
-        "query_scale": 24.0,
-        "window_rope_theta": 1e3,
-        "windows": (40, None),
-    },
-    "qwen3_moe": {
-        **_NARROW,
-        "architecture": "qwen3_moe",
-        "has_qk_norm": True,
-        "num_experts": 6,
-        "num_active_experts": 2,
-        "intermediate_size": 48,
-        "has_normalized_routes": False,
-        "dense_layers": (0,),
-        "dense_intermediate_size": 96,
-        "windows": (None, None),
-    },
-    "llama": {
-        **_NARROW,
-        "architecture": "llama",
-        "windows": (None, None),
-        "head_dim": 32,
-        "rope_scaling": Llama3Scaling(
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=64,
-        ),
-    },
-    "mistral": {
-        **_NARROW,
-        "architecture": "mistral",
-        "windows": (40, 40),
-        "num_kv_heads": 1,
-        "rope_scaling": YarnScaling(factor=4.0, original_max_position_embeddings=64),
-        "tie_embeddings": False,
-    },
-}
-"""The other families that are read, small."""
-WIDE_MODELS = {
-    "gpt_oss, 512 wide": {
-        **_WIDE, **_MOE, "windows": (64, None), "intermediate_size": 256, "num_experts": 8,
-    },
-    "gpt_oss, heads of 128": {
-        **_WIDE, **_MOE, "windows": (130, None), "hidden_size": 256, "num_heads": 4,
-        "num_kv_heads": 4, "head_dim": 128, "intermediate_size": 128, "num_active_experts": 4,
-    },
-    "qwen3, 512 wide": {
-        **_WIDE, **_DENSE, "windows": (None, None), "num_kv_heads": 4, "intermediate_size": 1536,
-    },
-    "deepseek_v3, latents of 512": {
-        **FAMILIES["deepseek_v3"], "head_dim": 40,
-        "latent": LatentShape(
-            query_rank=40, kv_rank=512, nope_dim=32, rope_dim=8, value_dim=32, is_interleaved=True
-        ),
-    },
-}  # fmt: skip
+def _read(value: Any) -> Any:
+    """What a value of schedules.json stands for in a ModelConfig: lists are tuples, and a table
+    with a class is an object of it."""
+    if isinstance(value, list):
+        return tuple(value)
+    if not isinstance(value, dict):
+        return value
+    fields = {name: _read(each) for name, each in value.items()}
+    kind = fields.pop("class", "")
+    return getattr(attention_config, kind)(**fields) if kind else fields
+
+
+MODELS, FAMILIES, WIDE_MODELS = (
+    _read(models) for models in json.loads(Path(__file__).with_suffix(".json").read_text()).values()
+)
+"""Two small models, the other families that are read, and wider ones: name -> fields of its
+ModelConfig."""
 
 
 @dataclass(frozen=True, kw_only=True)
