@@ -8,10 +8,10 @@ import subprocess
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 from full_counts import PROOF
+from run_rows import timed_rows, without_time
 
 from lockstep.cli import BAD_INPUT, OK, main
 from lockstep.recipes.registry import RECIPES
@@ -36,14 +36,6 @@ def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("cli") / "run"
     assert lockstep("train", "quickstart", *SMALL, f"out={path}") == OK
     return path
-
-
-def metrics_of(path):
-    return [json.loads(line) for line in (Path(path) / "metrics.jsonl").read_text().splitlines()]
-
-
-def without_time(rows):
-    return [{k: v for k, v in r.items() if not k.startswith("time/")} for r in rows]
 
 
 def test_help_names_every_verb_and_the_exit_codes(capsys):
@@ -106,7 +98,7 @@ def test_a_run_leaves_what_the_docs_say(run):
     names = {p.name for p in run.iterdir()}
     wanted = {"config.json", "environment.json", "metrics.jsonl", "trajectories", "checkpoints"}
     assert wanted | {"report.html"} <= names
-    rows = metrics_of(run)
+    rows = timed_rows(run)
     assert [r["step"] for r in rows] == [-1, 0, 1, 2]
     assert "eval/sampled/mean@1" in rows[0]
     assert "eval/greedy/mean@1" in rows[-1]
@@ -115,12 +107,12 @@ def test_a_run_leaves_what_the_docs_say(run):
 def test_every_metric_of_a_run_is_in_the_table(run):
     from lockstep.observe.metrics import find_metric
 
-    for row in metrics_of(run):
+    for row in timed_rows(run):
         assert all(map(find_metric, row))
 
 
 def test_sampler_and_trainer_agree_in_every_bit_and_it_was_measured(run):
-    steps = [r for r in metrics_of(run) if "mismatch/k3" in r]
+    steps = [r for r in timed_rows(run) if "mismatch/k3" in r]
     assert len(steps) == 2
     for row in steps:
         assert row["mismatch/compared_tokens"] == row["tokens/sampled"] > 50
@@ -155,7 +147,7 @@ def test_a_run_begins_with_what_is_trained_and_ends_with_what_was_reached(tmp_pa
     words = (*words[:-1], "evaluation=none", f"out={tmp_path / 'c'}")
     code, out, _ = lockstep(*words, capsys=capsys)
     assert code == OK and "held out" not in out and "tests      none" in out
-    assert all(not name.startswith("eval/") for row in metrics_of(tmp_path / "c") for name in row)
+    assert all(not name.startswith("eval/") for row in timed_rows(tmp_path / "c") for name in row)
     assert lockstep("eval", str(tmp_path / "c")) == BAD_INPUT
     assert lockstep("eval", str(tmp_path / "c"), "evaluation.num_tasks=2") == OK
 
@@ -174,7 +166,7 @@ def test_json_prints_one_object_with_the_run(tmp_path, capsys):
 def test_a_config_file_repeats_the_run_bit_for_bit(run, tmp_path):
     again = tmp_path / "again"
     assert lockstep("train", run / "config.json", f"out={again}") == OK
-    assert without_time(metrics_of(again)) == without_time(metrics_of(run))
+    assert without_time(timed_rows(again)) == without_time(timed_rows(run))
 
 
 def test_a_run_that_was_cut_short_resumes_to_the_same_bits(run, tmp_path):
@@ -183,7 +175,7 @@ def test_a_run_that_was_cut_short_resumes_to_the_same_bits(run, tmp_path):
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "checkpoints" / "step-000002")
     assert lockstep("train", copy, "resume=true") == OK
-    assert without_time(metrics_of(copy)) == without_time(metrics_of(run))
+    assert without_time(timed_rows(copy)) == without_time(timed_rows(run))
     assert list((copy / "set-aside").iterdir())
     for name in ("model.safetensors",):
         a = copy / "checkpoints" / "step-000002" / "policy" / name
@@ -203,14 +195,14 @@ def test_resuming_before_the_first_checkpoint_begins_again(run, tmp_path):
     shutil.copytree(run, copy)
     shutil.rmtree(copy / "checkpoints")
     assert lockstep("train", copy, "resume=true") == OK
-    assert without_time(metrics_of(copy)) == without_time(metrics_of(run))
+    assert without_time(timed_rows(copy)) == without_time(timed_rows(run))
 
 
 def test_a_fork_goes_on_from_a_checkpoint_and_records_what_changed(run, tmp_path, capsys):
     fork = tmp_path / "fork"
     code, _, _ = lockstep("train", f"from={run}@1", "trainer.lr=1e-4", f"out={fork}", capsys=capsys)
     assert code == OK
-    assert [r["step"] for r in metrics_of(fork)] == [1, 2]
+    assert [r["step"] for r in timed_rows(fork)] == [1, 2]
     facts = json.loads((fork / "environment.json").read_text())
     assert facts["from"]["changed"] == {"trainer.lr": [0.001, 0.0001]}
 
@@ -218,14 +210,14 @@ def test_a_fork_goes_on_from_a_checkpoint_and_records_what_changed(run, tmp_path
 def test_another_model_trains_with_its_own_format(tmp_path):
     path = tmp_path / "qwen"
     assert lockstep("train", "quickstart", *SMALL, "model=tiny-qwen3", f"out={path}") == OK
-    assert metrics_of(path)[1]["mismatch/k3"] < 1e-11
+    assert timed_rows(path)[1]["mismatch/k3"] < 1e-11
 
 
 def test_eval_plays_the_held_out_tasks_again(run, capsys):
     code, out, _ = lockstep("eval", f"{run}@2", "--json", capsys=capsys)
     found = json.loads(out)
     assert code == OK
-    last = metrics_of(run)[-1]
+    last = timed_rows(run)[-1]
     assert found["metrics"]["eval/greedy/mean@1"] == last["eval/greedy/mean@1"]
     assert found["metrics"]["eval/sampled/mean@1"] == last["eval/sampled/mean@1"]
 
@@ -299,7 +291,7 @@ def test_sft_trains_on_a_users_dialogues(tmp_path, capsys):
     run = load_run(tmp_path / "run")
     assert run.config["trainer"]["lr"] == 3e-3  # by the size of the model
     assert run.environment["learning"].startswith("lr 0.003, the usual for supervised training")
-    losses = [r["train/loss"] for r in metrics_of(tmp_path / "run")]
+    losses = [r["train/loss"] for r in timed_rows(tmp_path / "run")]
     assert losses[-1] < losses[0]
     assert lockstep("train", "quickstart", f"model={found['model']}", "--dry-run") == OK
 
@@ -490,7 +482,7 @@ def test_an_interrupted_run_is_resumable_and_ends_equal(name, tmp_path):
     assert process.returncode == 130
     assert f"next    lockstep train {cut} resume=true " in said
     assert lockstep("train", cut, "resume=true") == OK
-    assert without_time(metrics_of(cut)) == without_time(metrics_of(whole))
+    assert without_time(timed_rows(cut)) == without_time(timed_rows(whole))
 
 
 def test_the_record_holds_the_trainers_own_log_probs(tmp_path, capsys):
@@ -510,7 +502,7 @@ def test_the_record_holds_the_trainers_own_log_probs(tmp_path, capsys):
                 assert np.abs(theirs - segment.logprobs).max() < 1e-4
                 compared += len(segment)
                 unequal += int((theirs != segment.logprobs).sum())
-    row = next(r for r in metrics_of(run) if r["step"] == 1 and "mismatch/k3" in r)
+    row = next(r for r in timed_rows(run) if r["step"] == 1 and "mismatch/k3" in r)
     assert row["mismatch/k3"] < 1e-11 and row["mismatch/max_abs_diff"] < 1e-4
     assert (compared, unequal) == (row["mismatch/compared_tokens"], row["mismatch/unequal_tokens"])
     assert unequal > 0
@@ -633,6 +625,6 @@ def test_an_engine_of_ones_own_is_chosen_by_its_tag_and_gets_every_update(tmp_pa
     words = ["engine=apart", "engine.pages=80", "--plugin", "apart_engine"]
     assert lockstep("train", "quickstart", *SMALL, *words, f"out={path}") == OK
     assert json.loads((path / "environment.json").read_text())["is_one_process"] is False
-    rows = metrics_of(path)
+    rows = timed_rows(path)
     assert rows[2]["policy_version"] == 1
     assert rows[2]["mismatch/k3"] < 1e-11

@@ -14,6 +14,7 @@ from cpu.training.tiny_training import (
     set_rollout,
     snapshot,
 )  # fmt: skip
+from run_rows import timed_rows
 
 from lockstep.config import resolve
 from lockstep.correction.config import Correction
@@ -45,7 +46,7 @@ def run(path, *overrides):
     settings, faults = split_faults([*SMALL, *overrides])
     with injected(*faults):
         train(resolve(find_recipe("quickstart"), settings), out=path, view="json")
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    rows = timed_rows(path)
     return [row for row in rows if "train/loss" in row]
 
 

@@ -4,7 +4,6 @@ What is compared: every metric but `time/*`, the tokens and log-probs that were 
 last checkpoint's weights and optimizer state. Interrupts that a run answers: tests/cpu/test_cli.py.
 """
 
-import json
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from full_counts import PROOF
+from run_rows import rows_of
 
 from lockstep.cli import OK, main
 from lockstep.ops.context import take_rows
@@ -31,11 +31,6 @@ pytestmark = pytest.mark.usefixtures("process_settings")
 def run(path, *words):
     assert main([*SMALL, *words, f"out={path}"]) == OK
     return path
-
-
-def metrics_of(path):
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
 
 
 def num_rows(path):
@@ -63,7 +58,7 @@ def tokens_of(path, num_steps):
 
 
 def assert_same_run(left, right, *, num_steps):
-    assert metrics_of(left) == metrics_of(right)
+    assert rows_of(left) == rows_of(right)
     assert state_of(left) == state_of(right)
     found, wanted = tokens_of(left, num_steps), tokens_of(right, num_steps)
     assert len(wanted) > 20
@@ -88,7 +83,7 @@ def test_the_same_seed_is_the_same_run(tmp_path, words):
 
 def test_another_seed_is_another_run(tmp_path):
     first, other = (run(tmp_path / f"{seed}", "steps=1", f"seed={seed}") for seed in (0, 1))
-    assert metrics_of(first) != metrics_of(other)
+    assert rows_of(first) != rows_of(other)
     assert state_of(first) != state_of(other)
 
 
@@ -110,7 +105,7 @@ def test_a_killed_run_resumes_and_ends_as_if_it_had_never_stopped(tmp_path, thre
     process.kill()
     assert process.wait(timeout=60) == -signal.SIGKILL
     num_logged = num_rows(cut)
-    assert 3 <= num_logged < len(metrics_of(whole))
+    assert 3 <= num_logged < len(rows_of(whole))
     assert main(["train", str(cut), "resume=true"]) == OK
     assert_same_run(cut, whole, num_steps=num_steps)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from run_rows import rows_of
 from safetensors.torch import load_file, save_file
 
 from lockstep.cli import BAD_INPUT, OK, main
@@ -169,11 +170,6 @@ def test_a_changed_adapter_is_merged_anew(runs, tmp_path):
     save_file({name: 2 * x for name, x in load_file(adapter / WEIGHTS).items()}, adapter / WEIGHTS)
     second = locate_model(str(adapter))
     assert second != first and weights_of(second) != weights_of(first)
-
-
-def rows_of(path):
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
 
 
 def weights_of(path):

@@ -7,6 +7,7 @@ import urllib.request
 import numpy as np
 import pytest
 import torch
+from run_rows import rows_of
 
 from lockstep.cli import BAD_INPUT, OK, main
 from lockstep.errors import ConfigError
@@ -36,11 +37,6 @@ def run(tmp_path_factory):
     return path
 
 
-def steps_of(path):
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
-
-
 def logits_of(model):
     ids = torch.arange(40) % model.config.vocab_size
     return model.logits(model(ids, torch.arange(40), PackedContext.of([40])))
@@ -57,7 +53,7 @@ def test_the_plan_says_what_is_trained_and_how_much(tmp_path, capsys):
 
 
 def test_the_contract_holds_with_an_adapter(run):
-    rows = [row for row in steps_of(run) if "mismatch/unequal_tokens" in row]
+    rows = [row for row in rows_of(run) if "mismatch/unequal_tokens" in row]
     assert json.loads((run / "environment.json").read_text())["contract"] == "true-on-policy"
     assert sum(row["mismatch/unequal_tokens"] for row in rows) == 0
     assert sum(row["mismatch/compared_tokens"] for row in rows) > 100
@@ -67,7 +63,7 @@ def test_a_run_that_was_cut_short_resumes_to_the_same_bits(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000002")
     assert lockstep("train", tmp_path / "run", "resume=true") == OK
-    assert steps_of(tmp_path / "run") == steps_of(run)
+    assert rows_of(tmp_path / "run") == rows_of(run)
     left, right = (
         (path / "checkpoints" / "step-000002" / "policy" / WEIGHTS).read_bytes()
         for path in (run, tmp_path / "run")
@@ -79,7 +75,7 @@ def test_eval_plays_with_the_adapter(run, capsys):
     code, out, _ = lockstep("eval", f"{run}@2", "--json", capsys=capsys)
     assert code == OK
     found = json.loads(out.splitlines()[-1])["metrics"]
-    last = steps_of(run)[-1]
+    last = rows_of(run)[-1]
     assert found == {name: last[name] for name in found}
 
 
@@ -110,7 +106,7 @@ def test_a_new_run_goes_on_from_an_adapter(run, tmp_path, capsys):
     assert lockstep(*words, f"out={out}") == OK
     kept = run / "metrics.jsonl"
     last = json.loads(kept.read_text().splitlines()[-1])
-    first = steps_of(out)[0]  # the evaluation before the first step
+    first = rows_of(out)[0]  # the evaluation before the first step
     assert first["eval/greedy/mean@1"] == last["eval/greedy/mean@1"]
     code, _, err = lockstep(*words, "lora.rank=5", f"out={out}-2", capsys=capsys)
     assert code == BAD_INPUT and "lora.rank=5 and 4 there" in err
@@ -122,7 +118,7 @@ def test_an_engine_with_its_own_weights_is_given_merged_ones(tmp_path):
     out = tmp_path / "run"
     words = ["train", "quickstart", *SMALL, "lora.rank=4", "--fault=stale_weights,lag=0"]
     assert lockstep(*words, f"out={out}") == OK
-    rows = [row for row in steps_of(out) if "mismatch/k3" in row]
+    rows = [row for row in rows_of(out) if "mismatch/k3" in row]
     assert rows[-1]["policy_version"] == 1
     # Merged and unmerged differ by rounding alone.
     assert 0 < rows[-1]["mismatch/max_abs_diff"] < 1e-3
@@ -162,7 +158,7 @@ def test_a_reference_kl_needs_no_second_model(run, tmp_path):
     out = tmp_path / "run"
     words = ["train", "quickstart", *SMALL, "steps=1", f"lora.path={policy}"]
     assert lockstep(*words, "objective.kl_coef=0.1", f"out={out}") == OK
-    (row,) = [row for row in steps_of(out) if "train/reference_kl" in row]
+    (row,) = [row for row in rows_of(out) if "train/reference_kl" in row]
     assert np.isfinite(row["train/reference_kl"]) and row["train/reference_kl"] != 0
 
 

@@ -5,6 +5,7 @@ import shutil
 from itertools import pairwise
 
 import pytest
+from run_rows import timed_rows
 
 from lockstep.cli import main
 from lockstep.store.run import load_run
@@ -19,7 +20,7 @@ def run(path, recipe, *words):
 
 
 def rows_of(path):
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    rows = timed_rows(path)
     return [row for row in rows if "reward/mean" in row]
 
 

@@ -1,10 +1,10 @@
 """Runs with routing replay: equal bits where sampler and trainer agree, and what it takes away
 where they do not."""
 
-import json
 from dataclasses import dataclass
 
 import pytest
+from run_rows import timed_rows
 
 from lockstep.config import resolve
 from lockstep.engines.config import EngineConfig
@@ -26,7 +26,7 @@ def rows_of(path, *overrides):
     settings, faults = split_faults([*SMALL, *overrides])
     with injected(*faults):
         train(resolve(find_recipe("quickstart"), settings), out=path, view="json")
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    rows = timed_rows(path)
     return [row for row in rows if "mismatch/k3" in row]
 
 

@@ -1,8 +1,7 @@
 """A step of a real run with top-k or top-p: exact where the support is recorded, told where not."""
 
-import json
-
 import pytest
+from run_rows import timed_rows
 
 from lockstep.config import resolve
 from lockstep.errors import ConfigError
@@ -19,7 +18,7 @@ SMALL = [
 def first_row(path, *overrides):
     """The metrics row of the step."""
     train(resolve(find_recipe("quickstart"), [*SMALL, *overrides]), out=path, view="json")
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    rows = timed_rows(path)
     return next(row for row in rows if "mismatch/k3" in row)
 
 

@@ -1,6 +1,5 @@
 """One critic over 2 gloo processes: rows dealt, tokens cut, blocks sharded, and both."""
 
-import json
 import shutil
 
 import numpy as np
@@ -9,6 +8,7 @@ import torch
 from cpu.training.tiny_training import make_rows
 from critic_ranks import LAYOUTS, LENGTHS, make_arm, script, work
 from processes import run_ranks
+from run_rows import rows_of
 
 from lockstep.cli import OK, main
 
@@ -92,6 +92,4 @@ def test_a_run_over_two_processes_reports_and_resumes_as_one_of_its_own(tmp_path
 
 
 def metrics_of(path):
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    rows = [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
-    return [row for row in rows if "critic/loss" in row]
+    return [row for row in rows_of(path) if "critic/loss" in row]

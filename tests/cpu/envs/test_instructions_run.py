@@ -3,6 +3,8 @@
 import json
 import shutil
 
+from run_rows import rows_of
+
 from lockstep.cli import OK, main
 
 SMALL = [
@@ -10,11 +12,6 @@ SMALL = [
     "evaluation.num_tasks=4", "evaluation.at_start=false", "checkpoint.every=1",
     "task.num_turns=2", "task.turn_rewards=true",
 ]  # fmt: skip
-
-
-def rows_of(path):
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
 
 
 def test_the_recipe_trains_under_the_contract_and_resumes_to_the_same_bits(tmp_path, capsys):

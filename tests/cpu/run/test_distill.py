@@ -10,6 +10,7 @@ from aiohttp import web
 sys.path.insert(0, str(Path(__file__).parents[1] / "engines"))
 from fake_servers import JSON
 from fake_sglang import FakeSGLang
+from run_rows import rows_of
 
 from lockstep.config import resolve
 from lockstep.errors import ConfigError, EngineError
@@ -18,7 +19,6 @@ from lockstep.models.locate import locate_model
 from lockstep.recipes import find_recipe
 from lockstep.run.preflight import preflight
 from lockstep.run.train import train
-from lockstep.store.run import load_run
 
 TEACHER = "distill.teacher.model=tiny-gpt-oss"
 SMALL = (
@@ -32,11 +32,6 @@ QWEN3 = ("model=tiny-qwen3", "distill.teacher.model=tiny-qwen3", "distill.signal
 
 def config(*settings):
     return resolve(find_recipe("distill"), [*SMALL, *settings])
-
-
-def rows_of(path):
-    rows = load_run(path).metrics
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
 
 
 @pytest.mark.parametrize("signal", ["sampled", "top_k", "full"])

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from run_rows import rows_of
 
 from lockstep.cli import OK, main
 
@@ -44,11 +45,6 @@ def trained(root, name, *words):
     told = [w.replace("PATH", str(root)) for w in words]
     assert main([*told, f"out={root / name}", "--json"]) == OK
     return rows_of(root / name)
-
-
-def rows_of(path):
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from run_rows import rows_of
 
 from lockstep.agent.config import FrozenSeat
 from lockstep.agent.environment import Score
@@ -66,11 +67,6 @@ class DuelConfig(TaskConfig):
 
 def config(*settings):
     return resolve(find_recipe("quickstart"), [*SMALL, *settings])
-
-
-def rows_of(path):
-    rows = load_run(path).metrics
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
 
 
 def trained_at(path, *settings):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 import pytest
+from run_rows import rows_of
 
 from lockstep.cli import main
 from lockstep.config import resolve
@@ -22,11 +23,6 @@ SMALL = (
 
 def config(*settings):
     return resolve(find_recipe("quickstart"), [*SMALL, *settings])
-
-
-def rows_of(path):
-    rows = load_run(path).metrics
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import signal
 from dataclasses import dataclass
 
 import pytest
+from run_rows import rows_of
 
 from lockstep.cli import main
 from lockstep.config import resolve, to_dict
@@ -28,11 +29,6 @@ SMALL = (
 
 def config(*settings):
     return resolve(find_recipe("quickstart"), [*SMALL, *settings])
-
-
-def rows_of(path):
-    rows = load_run(path).metrics
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
 
 
 def checkpoints_of(path):

@@ -5,15 +5,14 @@ trainer's numbers and its parameters, the sampler without the fault.
 """
 
 import asyncio
-import json
 import shutil
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from run_rows import timed_rows, without_time
 
 from lockstep import train
 from lockstep.agent.loop import Budget, collect, sampling_of
@@ -303,15 +302,7 @@ def run(path, *overrides, resume=False):
     settings, faults = split_faults([*SMALL, *overrides])
     with injected(*faults):
         train(resolve(find_recipe("quickstart"), settings), out=path, view="json", resume=resume)
-    return metrics_of(path)
-
-
-def metrics_of(path):
-    return [json.loads(line) for line in (Path(path) / "metrics.jsonl").read_text().splitlines()]
-
-
-def without_time(rows):
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+    return timed_rows(path)
 
 
 @pytest.mark.parametrize(

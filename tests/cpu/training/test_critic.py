@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from run_rows import rows_of
 from tiny_training import (
     HF_CONFIGS,
     KINDS,
@@ -452,18 +453,13 @@ def state_of(path):
     return {str(p.relative_to(last)): p.read_bytes() for p in last.rglob("*.safetensors")}
 
 
-def metrics_of(path):
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     return run(tmp_path_factory.mktemp("critic") / "run", "steps=4", "critic.updates_per_batch=2")
 
 
 def test_a_run_with_a_critic_reports_it_and_keeps_it(whole, tmp_path, capsys):
-    rows = [row for row in metrics_of(whole) if "train/loss" in row]
+    rows = [row for row in rows_of(whole) if "train/loss" in row]
     assert len(rows) == 4
     for row in rows:
         assert all(map(find_metric, row))
@@ -484,14 +480,14 @@ def test_a_run_with_a_critic_that_was_cut_resumes_to_the_same_bits(whole, tmp_pa
         if checkpoint.name != "step-000002":
             shutil.rmtree(checkpoint)
     assert main(["train", str(cut), "resume=true"]) == OK
-    assert metrics_of(cut) == metrics_of(whole)
+    assert rows_of(cut) == rows_of(whole)
     assert state_of(cut) == state_of(whole)
 
 
 def test_the_critic_can_have_steps_of_its_own_before_the_policy(tmp_path):
     path = run(tmp_path / "run", "steps=3", "critic.steps_before_policy=2", "checkpoint.every=1",
                "checkpoint.keep_last=9")  # fmt: skip
-    rows = [row for row in metrics_of(path) if "critic/loss" in row]
+    rows = [row for row in rows_of(path) if "critic/loss" in row]
     assert ["train/loss" in row for row in rows] == [False, False, True]
     assert all(row["mismatch/compared_tokens"] > 0 for row in rows)
     for row in rows:
