@@ -28,96 +28,13 @@ transformers = pytest.importorskip("transformers", reason="pip install 'lockstep
 ABSENT = "absent"
 IDS = torch.randint(90, (40,), generator=torch.Generator().manual_seed(3))
 
-NAMES = {
-    "hidden_act": ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu", None),
-    "rope_type": ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional"),
-    "type": ("default", "linear", "yarn", "llama3"),
-}
-NAMES["hidden_activation"] = NAMES["hidden_act"]
+VALUES = json.loads(Path(__file__).with_suffix(".json").read_text())
+NAMES = VALUES["names"]
 """Keys with names for values -> names that transformers knows."""
-
-LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}
-EXTRA = {
-    "attention_bias": (True, False, None),
-    "attention_chunk_size": (8, None),
-    "attention_dropout": (0.5,),
-    "attn_logit_softcapping": (2.0, None),
-    "chunk_size_feed_forward": (4,),
-    "clip_qkv": (0.1, None),
-    "decoder_sparse_step": (2, None),
-    "embedding_multiplier": (2.0,),
-    "final_logit_softcapping": (2.0, None),
-    "first_k_dense_replace": (2, None),
-    "full_attention_interval": (2, None),
-    "head_dim": (8, 12, None),
-    "hidden_act": NAMES["hidden_act"],
-    "hidden_activation": NAMES["hidden_act"],
-    "is_causal": (False, True, None),
-    "is_decoder": (True, False),
-    "is_encoder_decoder": (True, False, None),
-    "layer_types": (None, [], ["full_attention"], ["sliding_attention"] * 3),
-    "logits_scaling": (2.0,),
-    "max_window_layers": (0, 1, None),
-    "mlp_bias": (True, False, None),
-    "mlp_only_layers": ([1], [], None),
-    "mscale": (0.7,),
-    "n_group": (2, 1, None),
-    "n_routed_experts": (3, None),
-    "n_shared_experts": (2, 0, None),
-    "norm_topk_prob": (True, False, None),
-    "num_experts": (3, None),
-    "num_experts_per_tok": (1, None),
-    "num_local_experts": (3, None),
-    "num_mtp_layers": (0, 1),
-    "num_nextn_predict_layers": (0, 1),
-    "original_max_position_embeddings": (16, None),
-    "partial_rotary_factor": (0.5, 1.0, None),
-    "pretraining_tp": (2,),
-    "qk_norm": (True,),
-    "qkv_bias": (True, False),
-    "query_pre_attn_scalar": (8, None),
-    "residual_multiplier": (0.5,),
-    "rope_interleave": (True, False, None),
-    "rope_local_base_freq": (500.0, None),
-    "rope_parameters": (None, {}, LINEAR),
-    "rope_scaling": (None, {}, LINEAR, {"type": "linear", "factor": 2.0}, {"type": "default"}),
-    "rope_theta": (500.0, None),
-    "routed_scaling_factor": (2.0, None),
-    "scoring_func": ("softmax",),
-    "shared_expert_intermediate_size": (10, None),
-    "sliding_window": (8, 0, None),
-    "sliding_window_pattern": (2, None),
-    "_sliding_window_pattern": (2,),
-    "swiglu_alpha": (1.0, None),
-    "swiglu_limit": (1.0, None),
-    "tie_word_embeddings": (True, False, None),
-    "topk_group": (1, 2, None),
-    "topk_method": ("greedy",),
-    "use_bidirectional_attention": (True, False, None),
-    "use_cache": (False,),
-    "use_qk_norm": (True, False, None),
-    "use_sliding_window": (True, False, None),
-    "window_size": (8,),
-}
+EXTRA = VALUES["extra"]
 """Keys that a config may lack -> values. Keys that a model's own code reads come beside them."""
+ROPE_KEYS = VALUES["rope_keys"]
 
-ROPE_KEYS = {
-    "attention_factor": (1.5, None),
-    "beta_fast": (8.0, None),
-    "beta_slow": (2.0, None),
-    "factor": (3.0, None),
-    "high_freq_factor": (6.0, None),
-    "low_freq_factor": (2.0, None),
-    "mrope_section": ([2, 1, 1], None),
-    "mscale": (0.7, None),
-    "mscale_all_dim": (0.5, None),
-    "original_max_position_embeddings": (16, None),
-    "partial_rotary_factor": (0.5, 1.0, None),
-    "rope_theta": (500.0, None),
-    "rope_type": NAMES["rope_type"],
-    "truncate": (False, True, None),
-    "type": NAMES["type"],
-}
 LONG_YARN = {  # so that rounding the ends of its ramp shows
     **ROPE["yarn-by-layer"]["full_attention"], "rope_theta": 100.0,
     "original_max_position_embeddings": 4096,
