@@ -105,11 +105,12 @@ $(OPENENV_VENV)/.installed: Makefile
 test-openenv: install-dev $(OPENENV_VENV)/.installed
 	LOCKSTEP_OPENENV=$(abspath $(OPENENV_VENV))/bin/python $(BIN)/python -m pytest tests/cpu/envs/test_openenv.py
 
-# Trainers whose batches the doctor reads and watches, with what they import. verl is in the venv.
+# Trainers whose batches the doctor reads and watches, with what they import; step_vs_trl.py runs TRL
+# from here. verl is in the venv.
 TRAINERS = build/trainers
 $(TRAINERS)/.installed: Makefile | $(VENV)/.installed-dev
 	rm -rf $(TRAINERS)
-	$(INSTALL) --target $(TRAINERS) --no-deps trl==1.16.0 datasets pandas dill multiprocess xxhash pytz python-dateutil tzdata six tensordict==0.15.3 orjson pyvers omegaconf antlr4-python3-runtime==4.9.3 cloudpickle
+	$(INSTALL) --target $(TRAINERS) --no-deps trl==1.16.0 datasets pandas dill multiprocess xxhash pytz python-dateutil tzdata six tensordict==0.15.3 orjson pyvers omegaconf antlr4-python3-runtime==4.9.3 cloudpickle jmespath
 	touch $@
 
 test-trainers: $(TRAINERS)/.installed

@@ -15,13 +15,7 @@ What differs: a turn whose header cannot be read ends an episode in TRL, and is 
 error here; our time includes writing the trajectories to disk and measuring the mismatch; TRL
 computes no log-probs while it samples.
 
-TRL is installed into .cache/trl-venv on the first run; nothing else is changed. With --packages DIR
-it is imported from DIR, and the rest from this environment:
-
-    pip install --target DIR --no-deps trl==1.16.0 datasets dill multiprocess xxhash pandas httpx \\
-        pyarrow peft
-
-The short form installs nothing: it takes TRL from --packages or from .cache/trl-venv. --trl takes
+TRL comes from the folder that `make test-trainers` fills, or from --packages DIR. --trl takes
 fields of its GRPOConfig, to try other settings of the peer. --set takes settings of both sides,
 such as group_size=2.
 """
@@ -30,13 +24,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
@@ -57,7 +48,8 @@ from measuring import (
 )
 
 PEER = ROOT / "benchmarks" / "peers" / "trl_grpo.py"
-VENV = ROOT / ".cache" / "trl-venv"
+TRAINERS = ROOT / "build" / "trainers"
+"""TRL, as `make test-trainers` installs it."""
 MODELS = ("tiny-gpt-oss", "tiny-qwen3")
 """Models of the recipe quickstart. Every other one is trained on SUMS."""
 SUMS = (
@@ -68,13 +60,6 @@ SUMS = (
 """Settings of examples/sums.py, over the recipe custom."""
 SIDE_SECONDS = 900  # tiny models take about a minute on a quiet core
 STEP_SECONDS = 300  # of a step of both sides; past these the machine is too busy
-
-REQUIREMENTS = (
-    "trl==1.16.0", "transformers==5.23.0", "datasets==5.2.0", "accelerate==1.15.0", "jmespath",
-    "rich", "peft",
-)  # fmt: skip
-"""TRL's environments need transformers 5.13 or newer. The figures in the docs were measured with
-these versions; another version is another peer."""
 
 HOW = (
     "median seconds per step (sample 64 episodes with tools, score, update), one thread each, step "
@@ -133,46 +118,11 @@ def run_ours(recipe: str, overrides: list[str]) -> None:
             answer_lines(step)
 
 
-# -- the peer --------------------------------------------------------------------------------------
-
-
-def install_peer(packages: str, *, may_install: bool) -> Path:
-    """The Python of TRL's own environment, made on first use. packages: a folder that has TRL for
-    this Python."""
-    if packages:
-        return Path(sys.executable)
-    python = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    torch = f"torch=={version('torch').split('+')[0]}"
-    # The folder is complete only if the last install wrote its stamp with these versions.
-    stamp, wanted = VENV / "installed", "\n".join((torch, *REQUIREMENTS))
-    if stamp.is_file() and stamp.read_text() == wanted:
-        return python
-    if not may_install:
-        raise CannotRun("TRL is not installed; `python benchmarks/step_vs_trl.py` does it")
-    note(f"installing TRL into {VENV.relative_to(ROOT)} (about 1.5 GB, a few minutes) ...")
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "-q"]
-    # The CPU build of torch: both sides are measured on the CPU, and CUDA is gigabytes.
-    cpu_build = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
-    shutil.rmtree(VENV, ignore_errors=True)
-    for command in (
-        [sys.executable, "-m", "venv", str(VENV)],
-        [*pip, "--retries", "1", *cpu_build, torch, *REQUIREMENTS],
-    ):
-        try:
-            done = subprocess.run(command, capture_output=True, text=True)
-        except OSError as error:
-            raise CannotRun(f"TRL cannot be installed: {error}") from error
-        if done.returncode:
-            raise CannotRun(f"TRL cannot be installed: {done.stderr.strip()[-500:]}")
-    stamp.write_text(wanted)
-    return python
-
-
 # -- side by side ----------------------------------------------------------------------------------
 
 
 def measure(
-    model: str, python: Path, total: int, packages: str, trl: str, more: Sequence[str]
+    model: str, total: int, packages: str, trl: str, more: Sequence[str]
 ) -> dict[str, list[dict[str, float]]]:
     """The steps of both sides."""
     recipe = "quickstart" if model in MODELS else "custom"
@@ -181,7 +131,7 @@ def measure(
         *(() if model in MODELS else SUMS), *more,
     ]  # fmt: skip
     commands = {
-        "TRL": [str(python), str(PEER), recipe, *overrides, "--trl", trl],
+        "TRL": [sys.executable, str(PEER), recipe, *overrides, "--trl", trl],
         "ours": command_of(run_ours, recipe, overrides),
     }
     paths = {"ours": str(ROOT / "src"), "TRL": os.pathsep.join([str(ROOT / "src"), packages])}
@@ -227,16 +177,16 @@ def compare(
     steps: int = 12,
     warmup: int = 3,
     model: tuple[str, ...] = (),
-    packages: str = "",
+    packages: str = str(TRAINERS),
     trl: str = "{}",
     set: tuple[str, ...] = (),
-    install: int = 1,
 ) -> Iterator[Row]:
     """model: both tiny ones without it. packages: a folder that has TRL."""
-    python = install_peer(packages, may_install=bool(install))
+    if not (Path(packages) / "trl").is_dir():
+        raise CannotRun(f"TRL is not in {packages}: `make test-trainers` installs it")
     for name in model or MODELS:
         note(f"{name}: {steps} steps after {warmup} for warm-up")
-        found = measure(name, python, warmup + steps, packages, trl, set)
+        found = measure(name, warmup + steps, packages, trl, set)
         ours, peer = (summary(side, found[side], warmup) for side in ("ours", "TRL"))
         pairs = zip(found["ours"][warmup:], found["TRL"][warmup:], strict=True)
         how = (
@@ -251,4 +201,4 @@ def compare(
 
 
 if __name__ == "__main__":
-    main(compare, short={"steps": 3, "warmup": 1, "model": ("tiny-qwen3",), "install": 0})
+    main(compare, short={"steps": 3, "warmup": 1, "model": ("tiny-qwen3",)})
