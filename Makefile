@@ -110,11 +110,11 @@ test-openenv: install-dev $(OPENENV_VENV)/.installed
 TRAINERS = build/trainers
 $(TRAINERS)/.installed: Makefile | $(VENV)/.installed-dev
 	rm -rf $(TRAINERS)
-	$(INSTALL) --target $(TRAINERS) --no-deps trl==1.16.0 datasets pandas dill multiprocess xxhash pytz python-dateutil tzdata six tensordict==0.15.3 orjson pyvers omegaconf antlr4-python3-runtime==4.9.3 cloudpickle jmespath
+	$(INSTALL) --target $(TRAINERS) --no-deps trl==1.16.0 datasets pandas dill multiprocess xxhash pytz python-dateutil tzdata six tensordict==0.15.3 orjson pyvers omegaconf antlr4-python3-runtime==4.9.3 cloudpickle jmespath skyrl==0.3.0 jaxtyping wadler-lindig
 	touch $@
 
 test-trainers: $(TRAINERS)/.installed
-	PYTHONPATH=$(abspath $(TRAINERS)) $(BIN)/python -m pytest tests/parity/test_doctor_trl.py tests/parity/test_doctor_verl.py tests/parity/test_doctor_watch.py tests/parity/test_trl_equal.py
+	PYTHONPATH=$(abspath $(TRAINERS)) $(BIN)/python -m pytest tests/parity/test_doctor_trl.py tests/parity/test_doctor_verl.py tests/parity/test_doctor_skyrl.py tests/parity/test_doctor_watch.py tests/parity/test_trl_equal.py
 
 # The package renderers, whose dependencies are many and partly not declared, and mistral-common, beside ours.
 RENDERERS = build/renderers

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from lockstep.dialogues import read_messages
 from lockstep.doctor.inputs.assemble import Array, Row, array_of, numbers, shown
-from lockstep.doctor.inputs.base import HOW_TO_GET, Facts
+from lockstep.doctor.inputs.base import DECLARED, HOW_TO_GET, Facts
 from lockstep.doctor.inputs.lines import FileDump, Live, json_lines, parse_json, whole_files
 from lockstep.doctor.inputs.places import PARQUET_MAGIC, check_place, head_of, why_no_rows
 from lockstep.doctor.inputs.schema import (
@@ -126,10 +126,9 @@ class RowsDump(FileDump):
         if path not in self._heads:
             columns, _ = self._heads[path] = _head_of(path, self.ends[path])
             for name in (name for name in REQUIRED if name not in columns):
-                if {"segments", "task_payload_json"} <= columns:
-                    raise DataError(
-                        f"{path} is a part of a run of Lockstep; give the run's directory."
-                    )
+                for told, known_by in DECLARED["refused"].items():
+                    if columns.issuperset(known_by):
+                        raise DataError(f"{path} {told}.")
                 raise DataError(
                     f"{path} has no column {name}; every row must have {' and '.join(REQUIRED)} "
                     "(documentation: Doctor: dumps). It has: "

@@ -234,6 +234,25 @@ def _of_type(make: Any, _type: Any, args: Any, _state: Any) -> Any:
     return make(*args)
 
 
+def _skyrl_batch(_: Any, state: Any) -> dict[str, Any]:
+    """SkyRL's TensorBatch, whose tensors are bytes: its columns, the prompt of each row by number,
+    and the rows at its end that only fill it."""
+    columns: dict[str, Any] = {}
+    for name, packed in state["batch_dict"].items():
+        if packed is None or packed["format"] == "tensor_list":  # images
+            continue
+        raw = packed["data"]
+        if packed["format"] == "torch":
+            columns[name] = read_torch(raw, name)
+        else:
+            columns[name] = np.frombuffer(raw, packed["dtype"]).reshape(packed["shape"])
+    about = state["metadata"]
+    ends = [end for _, end in about.get("policy_prompt_boundaries", ())]
+    size, filled = state["batch_size"], about.get("pad_size", 0)
+    columns["prompt"] = np.searchsorted(ends, np.arange(size), "right") if ends else None
+    return columns | {"is_padding": np.arange(size) >= size - filled}
+
+
 def _range(*args: int) -> range:
     if len(found := range(*args)) > MAX_RANGE:
         raise ValueError("a range that expands")
@@ -257,6 +276,8 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._tensor._rebuild_from_type_v2": _of_type,
     "torch.nested._internal.nested_tensor._rebuild_njt": _jagged,
+    "torch.device": lambda *_: None,
+    "skyrl.backends.skyrl_train.training_batch._rebuild_tensor_batch": _skyrl_batch,
     **{
         f"numpy.{core}.{name}": make
         for core in ("core", "_core")
@@ -277,6 +298,7 @@ _CLASSES = frozenset(
         "tensordict.tensorclass.NonTensorData",
         "tensordict.tensorclass.NonTensorStack",
         "torch._dynamo.decorators._DimRange",
+        "skyrl.backends.skyrl_train.training_batch.TrainingInputBatch",
         # named as an argument of the functions above, and never created:
         "numpy.ndarray",
         "torch.Tensor",

@@ -2,9 +2,9 @@
 differs from format to format: where a file has its rows, and where a row has its padding.
 
 Each format has a dump, and `live`: the batch of a step in memory, as `lockstep.watch` is given it.
-Field names are of November 2026: verl 0.9.1, TRL 1.16, tinker-cookbook 0.6.1 with tinker 0.38, and
-the main branches of slime, miles, prime-rl and NeMo-RL. The parity tests read files that verl, TRL
-and the cookbook wrote.
+Field names are of November 2026: verl 0.9.1, TRL 1.16, tinker-cookbook 0.6.1 with tinker 0.38,
+SkyRL 0.3.0 (and its a9564572 of August), AReaL 2.0.0, and the main branches of slime, miles,
+prime-rl and NeMo-RL. The parity tests read files that verl, TRL, SkyRL and the cookbook wrote.
 """
 
 from __future__ import annotations
@@ -430,6 +430,78 @@ def _verl_routes(values: Array | None, kept: BoolArray, where: str) -> Array | N
         routes[(routes == 0).all((1, 2))] = -1
     routes[-1:] = -1
     return routes
+
+
+class SkyRlDump(BatchDump):
+    """Batches of `trainer.dump_data_batch`: a file, a directory of them, or the export path."""
+
+    # trainer.dump_data_batch=true    EXPORT_PATH/dumped_data/global_step_N_training_input.pkl
+    # Rows are padded on the left, and columns of the response too.
+    format: ClassVar[str] = "skyrl"
+
+    @classmethod
+    def is_own(cls, path: Path) -> bool:
+        return is_pickle(path) and b"skyrl" in head_of(path)
+
+    def rows_in(self, path: Path) -> Iterator[Row]:
+        yield from self.rows_of(read_pickle(path), path, step=step_in(path))
+
+    @classmethod
+    def row_of(  # pyright: ignore[reportIncompatibleVariableOverride]
+        cls, source: dict[str, Any], where: str, number: int, **known: Any
+    ) -> Iterator[Row]:
+        if source.get("is_padding"):
+            return
+        ids = ids_of(source["sequences"], f"{where}: sequences")
+        is_there = floats_of(source["attention_mask"], len(ids), f"{where}: attention_mask") > 0
+        mask = source["response_mask"]
+        kept = floats_of(mask, len(mask), f"{where}: response_mask") > 0
+        known |= {"groups": source.get("prompt"), "routed_experts": _skyrl_routes(source, is_there)}
+        yield cls.row(source, where, ids[is_there], kept=kept, **known)
+
+
+def _skyrl_routes(source: dict[str, Any], is_there: BoolArray) -> Array | None:
+    """[T, L, K], -1 where the engine told none; None if the batch does not say where that is."""
+    routes, is_lost = (source.get(n) for n in ("rollout_expert_indices", "router_padding_mask"))
+    if routes is None or is_lost is None:
+        return None
+    return np.where(is_lost[:, None, None], -1, routes.astype(np.int16))[is_there]
+
+
+class ArealDump(BatchDump):
+    """Rollout batches of AReaL, saved by torch.save: a file, or a directory of them by version."""
+
+    # A few lines around `compute_advantages` save them (docs/doctor-dumps.md): trajectories, each a
+    # dict of tensors [n, T] with padding on the right. `logprobs` are at their own token,
+    # `prox_logp` one place before it.
+    format: ClassVar[str] = "areal"
+
+    @classmethod
+    def is_own(cls, path: Path) -> bool:
+        return is_torch_file(path) and mentions(path, cls.keys)
+
+    def rows_in(self, path: Path) -> Iterator[Row]:
+        saved = read_torch(path)
+        content = saved if isinstance(saved, dict) else {}
+        batch, version = content.get("batch"), whole(content.get("version"))
+        for number, sampled in enumerate(batch if isinstance(batch, list) else [None]):
+            where = f"{path}: trajectory {number}"
+            rows = self.rows_of(sampled, where, step=version, groups=number)
+            for place, row in enumerate(rows):
+                row.row_id = row_name(version, f"{number}.{place}")
+                yield row
+
+    @classmethod
+    def row_of(  # pyright: ignore[reportIncompatibleVariableOverride]
+        cls, source: dict[str, Any], where: str, number: int, **known: Any
+    ) -> Iterator[Row]:
+        ids = ids_of(source["input_ids"], f"{where}: input_ids")
+        kept = floats_of(source["attention_mask"], len(ids), f"{where}: attention_mask") > 0
+        if (following := numbers(source.get("prox_logp"))) is not None:
+            source["prox_logp"] = np.append(np.nan, following[:-1])
+        known |= {"prompt_lengths": None, "rewards": source.get("rewards")}
+        version = known["steps"]
+        yield cls.row(source, where, ids[kept], kept=kept, trainer_version=version, **known)
 
 
 class SlimeDump(FileDump):

@@ -109,6 +109,22 @@ def trl(dialogues: list[Dialogue], folder: Path) -> None:
     torch.save(tensors, folder / "1.pt")
 
 
+def areal(dialogues: list[Dialogue], folder: Path) -> None:
+    """prox_logp is of the token after, and padding is on the right."""
+
+    def tensors(d: Dialogue) -> dict[str, torch.Tensor]:
+        columns = {
+            "input_ids": d.ids,
+            "attention_mask": np.ones(len(d.ids), int),
+            "loss_mask": d.sampled.astype(int),
+            "logprobs": d.rollout,
+            "prox_logp": np.append(d.trainer[1:], np.float32(-9)),
+        }
+        return {name: torch.tensor(np.append(v, [0, 0])[None]) for name, v in columns.items()}
+
+    torch.save({"version": 1, "batch": [tensors(d) for d in dialogues]}, folder / "1.pt")
+
+
 def lines(folder: Path, name: str, rows: list[dict]) -> None:
     (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -149,7 +165,7 @@ def tinker(dialogues: list[Dialogue], folder: Path) -> None:
     lines(folder, "datums_000001.jsonl", rows)
 
 
-@pytest.mark.parametrize("write", [slime, verl, trl, prime_rl, nemo_rl, tinker])
+@pytest.mark.parametrize("write", [slime, verl, trl, areal, prime_rl, nemo_rl, tinker])
 def test_the_same_dialogues_are_the_same_rows_in_every_trainers_format(tmp_path, dialogues, write):
     write(dialogues, tmp_path)
     dump = open_dump(tmp_path)
