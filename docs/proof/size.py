@@ -23,10 +23,10 @@ PACKAGE = ROOT / "src" / "lockstep"
 CEILINGS = {
     "nouns: types, errors, config": 1_819,
     "tinker": 3_882,
-    "run": 5_277,
+    "run": 5_276,
     "renderers": 3_333,
     "models and ops": 8_698,
-    "engines, sync, launch": 9_011,
+    "engines, sync, launch": 9_004,
     "agent": 6_866,
     "learn: training, correction, objectives": 5_193,
     "doctor": 7_671,
@@ -34,7 +34,7 @@ CEILINGS = {
     "store, observe, report": 2_797,
     "environments and recipes": 3_763,
     "testing": 1_547,
-    "tests": 60_603,
+    "tests": 60_602,
     "proofs and benchmarks": 10_594,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling

@@ -18,9 +18,8 @@ from lockstep.config import check_numbers, require, tag
 from lockstep.correction.config import Correction
 from lockstep.engines.config import EmbeddedConfig, EngineConfig, PoolConfig
 from lockstep.errors import ConfigError
-from lockstep.launch.config import ParallelConfig
+from lockstep.launch.config import LocalPlacement, ParallelConfig, PlacementConfig, RayPlacement
 from lockstep.launch.gpu import Device, shows_gpu
-from lockstep.launch.placement import LocalPlacement, PlacementConfig, RayPlacement
 from lockstep.models.lora_config import LoraConfig
 from lockstep.objectives.config import GRPO, AdvantageConfig, CreditConfig, ObjectiveConfig, PPOClip
 from lockstep.ops.contract import ContractChoice

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.config import resolve
 from lockstep.errors import ConfigError, RankError
-from lockstep.launch.placement import RayPlacement
+from lockstep.launch.config import RayPlacement
 from lockstep.recipes import find_recipe
 from lockstep.run.train import train
 from lockstep.store.metrics import read_rows

@@ -24,9 +24,8 @@ from typing import Any, TypeVar
 
 from lockstep.children import NOTICE_SECONDS, NUM_LINES, end_of, how_ended
 from lockstep.errors import ConfigError, LockstepError, RankError
-from lockstep.launch.config import ParallelConfig
+from lockstep.launch.config import ParallelConfig, PlacementConfig, RayPlacement
 from lockstep.launch.place import END_SECONDS, Rank, end_by_sigterm, failed_call, free_port
-from lockstep.launch.placement import PlacementConfig, RayPlacement
 
 T = TypeVar("T")
 

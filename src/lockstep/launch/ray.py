@@ -26,9 +26,8 @@ from typing import Any, TypeVar
 
 from lockstep.children import module_path
 from lockstep.errors import ConfigError, LockstepError, MissingExtraError, RankError
-from lockstep.launch.config import ParallelConfig
+from lockstep.launch.config import ParallelConfig, RayPlacement
 from lockstep.launch.place import END_SECONDS, end_by_sigterm, free_port, handling_interrupts
-from lockstep.launch.placement import RayPlacement
 from lockstep.launch.workers import Line, WorkerProcess, end_now, portable
 
 T = TypeVar("T")

@@ -35,9 +35,9 @@ from lockstep.errors import (
     RolloutError,
     RunError,
 )
+from lockstep.launch.config import LocalPlacement
 from lockstep.launch.event_loop import run_to_end
 from lockstep.launch.gpu import Device, check_driver, total_gpu_memory
-from lockstep.launch.placement import LocalPlacement
 from lockstep.launch.workers import gpus_of_rank
 from lockstep.memory import (
     DTYPE_BYTES,

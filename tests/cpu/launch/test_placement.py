@@ -6,8 +6,7 @@ import pytest
 
 from lockstep.config import resolve
 from lockstep.errors import ConfigError
-from lockstep.launch.config import ParallelConfig
-from lockstep.launch.placement import RayPlacement
+from lockstep.launch.config import ParallelConfig, RayPlacement
 from lockstep.recipes import find_recipe
 from lockstep.run.preflight import plan, preflight, read_model_files
 
