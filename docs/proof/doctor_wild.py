@@ -29,6 +29,7 @@ import os
 import random
 import tempfile
 import time
+import tomllib
 import traceback
 import warnings
 from collections import Counter
@@ -807,32 +808,7 @@ def fault(cause: str, label: str = "") -> Fault:
 
 PAIRS: Sequence[tuple[Fault, Fault]] = [
     (fault(*one), fault(*other))
-    for one, other in (
-        (("reencoded", "share 1"), ("shifted", "-1")),
-        (("reencoded", "share 1"), ("missing_final", "ends")),
-        (("reencoded", "share 0.3"), ("clamped", "-3")),
-        (("reencoded", "share 1"), ("kernel_noise", "std 0.15")),
-        (("rerendered", "share 1"), ("fillers", "share 0.1")),
-        (("rerendered", "share 0.3"), ("quantised", "2 decimals")),
-        (("missing_final", "ends"), ("shifted", "+1")),
-        (("missing_final", "ends"), ("other_weights", "8")),
-        (("shifted", "-1"), ("processed", "sampler at 0.7")),
-        (("shifted", "-1"), ("clamped", "-1")),
-        (("shifted", "-1"), ("observation_trained", "share 0.3")),
-        (("fillers", "later"), ("after_stop", "8")),
-        (("fillers", "share 0.1"), ("kernel_noise", "std 0.15")),
-        (("padding", "left"), ("shifted", "-1")),
-        (("padding", "prompt"), ("reencoded", "share 1")),
-        (("duplicated_prompt", "share 0.3"), ("clamped", "-1")),
-        (("post_processed", "stripped"), ("fillers", "share 0.1")),
-        (("boundary", "+3"), ("nonfinite", "NaN")),
-        (("quantised", "1 decimal"), ("processed", "sampler at 0.7")),
-        (("wrong_template", "other"), ("shifted", "-1")),
-        (("wrong_template", "system dropped"), ("other_weights", "8")),
-        (("wrong_template", "no generation"), ("fillers", "share 0.1")),
-        (("wrong_template", "newline"), ("reencoded", "share 1")),
-        (("other_weights", "8"), ("processed", "sampler at 0.7")),
-    )
+    for one, other in tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["pairs"]
 ]
 """Two mistakes of one program."""
 

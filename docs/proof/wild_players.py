@@ -25,6 +25,7 @@ import sys
 import tarfile
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -50,6 +51,8 @@ from wild_vllm import Engine
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache" / "wild"
 TOKENIZERS = ROOT / ".cache" / "tokenizers"
+PLAN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+"""Texts, architectures and players."""
 SPLIT = json.loads((Path(__file__).parent / "doctor_split.json").read_text())
 """Parts of players that are held out."""
 KEPT_MERGES = 4000
@@ -70,71 +73,19 @@ Ids = list[int]
 
 # -- tasks -----------------------------------------------------------------------------------------
 
-NAMES = [
-    "Anna",
-    "Bela",
-    "Ciro",
-    "Dora",
-    "Emil",
-    "Fina",
-    "Gus",
-    "Hana",
-    "Ivo",
-    "Jule",
-    "Karl",
-    "Lena",
-    "Milo",
-    "Nora",
-    "Otto",
-    "Pia",
-]
+NAMES, SYSTEMS, QUESTIONS, MORE_QUESTIONS, OPENINGS, ANSWERS, TAILS, THOUGHTS, AFTERTHOUGHTS = (
+    PLAN["tasks"][kind]
+    for kind in (
+        *("names", "systems", "questions", "more_questions", "openings", "answers", "tails"),
+        *("thoughts", "afterthoughts"),
+    )
+)
+_FIELDS = PLAN["tasks"]["fields"]
 FIELDS: Mapping[str, Sequence[str]] = {
-    "city": ["Rome", "Oslo", "Lima", "Kyiv", "Bern", "Cairo", "Delhi", "Quito"],
-    "colour": ["red", "green", "blue", "black", "white", "yellow"],
-    "age": [str(n) for n in range(20, 60)],
-    "job": ["baker", "pilot", "nurse", "tailor", "farmer", "judge"],
-}
-TOOLS: Sequence[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "lookup",
-            "description": "Finds one field of a person.",
-            "parameters": {
-                "type": "object",
-                "properties": {"name": {"type": "string"}, "field": {"type": "string"}},
-            },
-        },
-    },
-]
-SYSTEMS = (
-    "You answer questions about people. Use lookup.",
-    "Be short. Ask the tool before you answer.",
-    "You are a clerk of the registry.",
-)
-QUESTIONS = (
-    "What is the {field} of {name}?",
-    "Tell me the {field} of {name}.",
-    "Do you know the {field} of {name}?",
-    "I need {name}'s {field}, please.",
-)
-MORE_QUESTIONS = ("And the {field} of {name}?", "Thanks. What about {name}'s {field}?")
-OPENINGS = ("", "", "Let me look. ", "One moment, please. ", "I will ask the registry. ")
-ANSWERS = (
-    "The {field} of {name} is {value}.",
-    "It is {value}.",
-    "{name}'s {field} is {value}.",
-    "According to the registry, the {field} of {name} is {value}.",
-)
-TAILS = (
-    "", "", "", " Anything else?", " I am sure of it.", " The record is two days old.",
-    " Please ask again if you need more.", " That is all I know.", "\n\nSource: the registry.",
-)  # fmt: skip
-THOUGHTS = (
-    "The user wants the {field} of {name}.", "I need the {field} of {name}. The tool has it.",
-    "I do not know it, so I call lookup for {name}.",
-)  # fmt: skip
-AFTERTHOUGHTS = ("The tool says {value}.", "So it is {value}. I answer now.")
+    "city": _FIELDS["city"], "colour": _FIELDS["colour"],
+    "age": [str(n) for n in range(20, 60)], "job": _FIELDS["job"],
+}  # fmt: skip
+TOOLS: Sequence[dict[str, Any]] = PLAN["tools"]
 
 
 @dataclass(frozen=True)
@@ -319,74 +270,11 @@ def make_tokenizer(kind: str, template: Template) -> PreTrainedTokenizerFast:
 
 # -- models ----------------------------------------------------------------------------------------
 
-_SMALL: Mapping[str, Any] = {
-    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "max_position_embeddings": 1024, "tie_word_embeddings": False,
-}  # fmt: skip
-WINDOW = 24
-"""Tokens that a sliding layer sees: far less than a row has."""
-ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "llama": ("llama", {}),
-    "qwen3": ("qwen3", {}),
-    "gpt_oss": ("gpt_oss", {
-        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": WINDOW,
-        "intermediate_size": 64, "num_hidden_layers": 4,
-    }),
-    "qwen3_moe": ("qwen3_moe", {
-        "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
-        "decoder_sparse_step": 1, "norm_topk_prob": True,
-    }),
-    "qwen3_next": ("qwen3_next", {
-        "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 48, "shared_expert_intermediate_size": 48,
-    }),
-    "deepseek_v3": ("deepseek_v3", {
-        "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
-        "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
-        "num_experts_per_tok": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 48,
-        "num_key_value_heads": 4, "head_dim": 8,
-    }),
-    "phi3": ("phi3", {"sliding_window": WINDOW, "head_dim": None}),
-    "glm4": ("glm4", {"attention_dropout": 0.0}),
-    "gemma3": ("gemma3_text", {
-        "sliding_window": WINDOW, "query_pre_attn_scalar": 16,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-        "tie_word_embeddings": True,
-    }),
-    "lfm2": ("lfm2", {
-        "layer_types": ["conv", "full_attention", "conv"], "block_ff_dim": 160,
-        "block_auto_adjust_ff_dim": False, "head_dim": None,
-    }),
-    "olmo2": ("olmo2", {"head_dim": None}),
-    "granite": ("granite", {"head_dim": None, "logits_scaling": 2.0, "residual_multiplier": 0.7}),
-    "smollm3": ("smollm3", {"head_dim": None, "no_rope_layers": [1, 0, 1]}),
-    "olmoe": ("olmoe", {
-        "num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "head_dim": None,
-    }),
-    "gpt_neox": ("gpt_neox", {"head_dim": None, "num_key_value_heads": None}),
-    "opt": ("opt", {
-        "head_dim": None, "num_key_value_heads": None, "intermediate_size": None, "ffn_dim": 160,
-        "word_embed_proj_dim": 64, "tie_word_embeddings": True, "dropout": 0.0,
-    }),
-    "mixtral": ("mixtral", {
-        "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 64,
-        "sliding_window": None,
-    }),
-    "qwen2": ("qwen2", {"head_dim": None}),
-    "gemma2": ("gemma2", {
-        "sliding_window": WINDOW, "query_pre_attn_scalar": 16, "tie_word_embeddings": True,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    }),
-}  # fmt: skip
-"""Architecture -> the model_type of transformers, and its settings besides _SMALL."""
-
 
 def make_model(kind: str, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Any:
-    model_type, own = ARCHITECTURES[kind]
-    settings = {k: v for k, v in {**_SMALL, **own}.items() if v is not None}
+    own = dict(PLAN["architectures"][kind])
+    model_type, without = own.pop("model_type", kind), own.pop("without", ())
+    settings = {k: v for k, v in (PLAN["small"] | own).items() if k not in without}
     config = AutoConfig.for_model(
         model_type, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, **settings,
@@ -435,47 +323,12 @@ class Parts:
         return CACHE / self.name.partition("@")[0]
 
 
-def _parts(*rows: str) -> dict[str, Parts]:
-    out: dict[str, Parts] = {}
-    for row in rows:
-        name, model, tokenizer, template, form = row.split()
-        out[name] = Parts(
-            name=name, model=model, tokenizer=tokenizer, template=template, format=form
-        )
-    return out
+def _parts(name: str, words: str) -> Parts:
+    model, tokenizer, template, form = words.split()
+    return Parts(name=name, model=model, tokenizer=tokenizer, template=template, format=form)
 
 
-PLAYERS = _parts(
-    # name            model        tokenizer      template   format
-    "llama-chatml     llama        own-bytelevel  chatml     verl",
-    "llama-llama3     llama        llama3_2       llama3     parquet",
-    "llama-plain      llama        own-bytelevel  plain      trl",
-    "qwen3-chatml     qwen3        qwen3          chatml     parquet",
-    "qwen3-gemma      qwen3        deepseek_v3    gemma      parquet",
-    "gptoss-harmony   gpt_oss      own-bytelevel  harmony    slime",
-    "gptoss-phi3      gpt_oss      llama3_2       phi3       parquet",
-    "moe-chatml       qwen3_moe    qwen3          chatml     prime-rl",
-    "moe-command      qwen3_moe    own-bytelevel  command-r  parquet",
-    "next-command     qwen3_next   qwen3          command-r  trl",
-    "deepseek         deepseek_v3  deepseek_v3    deepseek   verl",
-    "phi3             phi3         own-bytelevel  phi3       slime",
-    "glm4             glm4         own-bytelevel  glm4       prime-rl",
-    "gemma3           gemma3       gemma3         gemma      parquet",
-    "lfm2-thinking    lfm2         own-bytelevel  thinking   verl",
-    "olmo2-zephyr     olmo2        llama3_2       zephyr     nemo-rl",
-    "llama-mistral    llama        own-metaspace  mistral    parquet",
-    "qwen3-thinking   qwen3        qwen3          thinking   parquet",
-    "gptoss-held      gpt_oss      own-metaspace  chatml     nemo-rl",
-    "moe-zephyr       qwen3_moe    gemma3         zephyr     slime",
-    "granite          granite      own-bytelevel  granite    parquet",
-    "smollm3-kimi     smollm3      qwen3          kimi       verl",
-    "olmoe-granite    olmoe        llama3_2       granite    prime-rl",
-    "neox-granite     gpt_neox     own-bytelevel  granite    parquet",
-    "opt-zephyr       opt          own-metaspace  zephyr     parquet",
-    "mixtral-thinking mixtral      own-bytelevel  thinking   parquet",
-    "qwen2-kimi       qwen2        own-bytelevel  kimi       parquet",
-    "gemma2-mistral   gemma2       own-metaspace  mistral    parquet",
-)
+PLAYERS = {name: _parts(name, words) for name, words in PLAN["players"].items()}
 
 
 def parts_of(name: str) -> Parts:
