@@ -146,7 +146,8 @@ class Diagnosis:
 
     @property
     def ruled_out(self) -> list[str]:
-        """Facts that hold, and hypotheses where next to nothing is left unexplained."""
+        """Facts that hold, and hypotheses that were tested and lost, if next to nothing is left
+        unexplained."""
         is_open = self.is_unexplained and self.examination.unexplained_k2 >= MIN_SHARE
         found = [f.check for f in self.with_verdict("consistent")]
         return [c for c in found if c.startswith("facts") or not is_open]
@@ -352,11 +353,11 @@ class Diagnosis:
 
         ruled_out = self.ruled_out
         tried: dict[bool, list[str]] = {True: [], False: []}
-        for finding in self.with_verdict("consistent"):
+        for finding in (*self.with_verdict("consistent"), *self.with_verdict("not_shown")):
             tried[finding.check in ruled_out].append(f"{finding.check}: {finding.measured}")
         for label, texts in (
             ("ruled out", tried[True]),
-            ("not enough", tried[False]),
+            ("not shown", tried[False]),
             ("not checked", missing),
         ):
             for text in texts[:NUM_LINES]:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.doctor import hypotheses
+from lockstep.doctor.causes import CAUSES
 from lockstep.doctor.explain import (
     HYPOTHESES,
     MIN_SHARE,
@@ -217,15 +218,7 @@ def _explain(out: Examination, view: View, *, is_live: bool) -> None:
     tried = [] if is_live and is_enough(view) else list(HYPOTHESES.values())
     found = explain(view, tried, is_enough=is_enough)
     out.rivals = found.rivals
-    named = {judged.hypothesis.name for judged, *_ in found.causes}
     known = setting.has | view.rows.has
-    for one in HYPOTHESES.values():
-        if lacks := tuple(n for n in one.needs if n not in known):
-            out.findings.append(_lacking(one, lacks))
-        elif one.name in found.errors:
-            out.findings.append(_finding(one, "not_checkable", found.errors[one.name]))
-        elif one.name not in named:
-            out.findings.append(_not_found(one, found))
     for judged, share, half in found.causes:
         share *= left
         out.findings.append(_named(view, judged))
@@ -236,11 +229,19 @@ def _explain(out: Examination, view: View, *, is_live: bool) -> None:
     if told is not None and told[0] not in {f.cause for f in out.findings}:
         cause, words, part = told
         rest, share = HYPOTHESES["hypotheses/rest"], part * out.unexplained_k2
-        out.findings = [f for f in out.findings if f.check != rest.name]
-        if cause in ("other_weights", "captured_graphs") and share >= MIN_SHARE:
-            out.findings = [_untried(f) for f in out.findings]
         out.findings.append(_finding(rest, "differs", words, cause=cause))
         out.shares.append(Share(cause=cause, k2=share, most=share))
+        if CAUSES[cause].room != "noise" and share >= MIN_SHARE:
+            # The model is not the one that sampled: what it says of other inputs rules out nothing.
+            found.lost -= {h.name for h in HYPOTHESES.values() if "model" in h.needs}
+    named = {f.check for f in out.findings if f.verdict == "differs"}
+    for one in HYPOTHESES.values():
+        if lacks := tuple(n for n in one.needs if n not in known):
+            out.findings.append(_lacking(one, lacks))
+        elif one.name in found.errors:
+            out.findings.append(_finding(one, "not_checkable", found.errors[one.name]))
+        elif one.name not in named:
+            out.findings.append(_not_found(one, found))
     if found.causes:
         out.after = Split(tokenizer=setting.tokenizer)
         out.after.add(view.rows)
@@ -269,23 +270,20 @@ def _named(view: View, judged: Judged) -> Finding:
     )
 
 
-def _untried(finding: Finding) -> Finding:
-    """The same, but that a repair is not ruled out: the model that scored it is not the one that
-    sampled."""
-    one = HYPOTHESES.get(finding.check)
-    if one is None or one.basis != "repair" or finding.verdict != "consistent":
-        return finding
-    return replace(finding, verdict="not_checkable")
-
-
 def _not_found(one: Hypothesis, found: Explanation) -> Finding:
+    """Ruled out only where its predictions were tested on enough tokens, and lost."""
     judged, figures = found.tried.get(one.name), dict[str, float]()
     told = "nothing in the rows that it would change"
     if judged is not None:
-        told = f"explains {judged.share:.1%} of the gap: {judged.prediction.text}"
-        figures = {"share": judged.share, "error": judged.error}
+        share = max(judged.share, 0.0)
+        told = (
+            f"explains {share:.1%} of the gap on the {judged.num_tested:,} tokens that it moves: "
+            f"{judged.prediction.text}"
+        )
+        figures = {"share": judged.share, "error": judged.error, "tokens": judged.num_tested}
     told += "; not all was tried in time" if one.name in found.late else ""
-    return _finding(one, "consistent", told, figures=figures)
+    verdict: Verdict = "consistent" if one.name in found.lost else "not_shown"
+    return _finding(one, verdict, told, figures=figures)
 
 
 def names() -> list[str]:

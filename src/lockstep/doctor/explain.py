@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.doctor.causes import CAUSES
-from lockstep.doctor.findings import Basis, Evidence, Setting, evidence_at
+from lockstep.doctor.findings import MIN_TOKENS, Basis, Evidence, Setting, evidence_at
 from lockstep.doctor.rows import BoolArray, Float64Array, Rows
 from lockstep.errors import ConfigError
 
@@ -217,21 +217,29 @@ class Judged:
     """[R] rows that the prediction explains better."""
     after: Float64Array
     """[N] the gap after the repair of these rows."""
+    num_tested: int
+    """Tokens that the prediction moves beyond numeric noise."""
+    has_lost: bool
+    """Whether each prediction moves enough tokens away from the other side."""
 
     @property
     def cause(self) -> str:
         return self.prediction.cause or self.hypothesis.cause
 
+    @property
+    def total(self) -> float:
+        """The whole gap; 1 where there is none to share."""
+        return float(self.whole.sum()) or 1.0
+
     @cached_property
     def share(self) -> float:
         """Share of the gap, beyond chance, on rows that it was not fitted on."""
-        return float((self.gains - self.lucky).sum() / self.whole.sum())
+        return float((self.gains - self.lucky).sum() / self.total)
 
     @cached_property
     def error(self) -> float:
         """Standard error of the share, which is a ratio: the error of its numerator."""
-        total = self.whole.sum()
-        return _norm(self.gains - self.gains.sum() / total * self.whole) / total
+        return _norm(self.gains - self.gains.sum() / self.total * self.whole) / self.total
 
     @property
     def hit_share(self) -> float:
@@ -249,7 +257,7 @@ class Judged:
     @property
     def chance(self) -> float:
         """Largest share that chance explains where nothing is wrong."""
-        null = min(self.error, _norm(self.gains - self.lucky) / self.whole.sum())
+        null = min(self.error, _norm(self.gains - self.lucky) / self.total)
         return Z * null * (1 + 4 / len(self.whole))  # of few blocks the error is unsure
 
     @property
@@ -293,8 +301,11 @@ def judge(view: View, hypothesis: Hypothesis, predictions: Sequence[Prediction])
     half = (_order(rows)[at] // CHUNK) % 2
     whole: Any = np.bincount(block, recorded, num)
     parts = np.empty((len(predictions), 2, num))  # gain of each half of the tokens of a block
+    tested = np.empty(len(predictions), np.int64)
     for p, prediction in enumerate(predictions):
-        gain = recorded - view.loss(residual(view, prediction)[at])
+        left = residual(view, prediction)[at]
+        gain = recorded - view.loss(left)
+        tested[p] = np.count_nonzero(view.loss(left - rows.gap[at]))
         for h in (0, 1):
             parts[p, h] = np.bincount(block[half == h], gain[half == h], num)
     is_of_rows = np.array([p.is_of_rows for p in predictions])[:, None]
@@ -309,9 +320,9 @@ def judge(view: View, hypothesis: Hypothesis, predictions: Sequence[Prediction])
             gains[mine] = counted[chosen][:, mine].sum(0)
         else:
             gains += counted[int(parts[:, 1 - f].sum(1).argmax()), f]
-    prediction = predictions[int(fitted.sum(1).argmax())]
-    if not whole.any():
-        return None
+    best = int(fitted.sum(1).argmax())
+    prediction = predictions[best]
+    lost = [-gain.sum() > Z * gain.std() * np.sqrt(num) for gain in parts.sum(1)]
     left = residual(view, prediction)
     hit = np.ones(len(rows), np.bool_)
     if prediction.is_of_rows:
@@ -327,6 +338,8 @@ def judge(view: View, hypothesis: Hypothesis, predictions: Sequence[Prediction])
         row=row,
         hit=hit,
         after=np.where(hit[rows.row_of], left, rows.gap),
+        num_tested=int(tested[best]),
+        has_lost=bool((tested >= MIN_TOKENS).all() and np.all(lost)),
     )
 
 
@@ -354,6 +367,8 @@ class Explanation:
     """(the cause, its share of the whole gap, half the width of its interval), in order."""
     tried: dict[str, Judged] = field(default_factory=dict[str, Judged])
     """Hypothesis -> its result in the first round."""
+    lost: set[str] = field(default_factory=set[str])
+    """Hypotheses whose every prediction was tested in the last round, and lost."""
     late: list[str] = field(default_factory=list[str])
     """Hypotheses that did not end in time."""
     errors: dict[str, str] = field(default_factory=dict[str, str])
@@ -447,6 +462,8 @@ def _round(view: View, hypotheses: Sequence[Hypothesis], out: Explanation) -> li
             continue
         best = max(judged, key=lambda j: j.share)
         out.tried.setdefault(one.name, best)
+        has_lost = best.share + best.chance < MIN_SHARE and all(j.has_lost for j in judged)
+        (out.lost.add if has_lost and not timed.is_late else out.lost.discard)(one.name)
         found += judged
         if best.is_beyond_chance and best.share > 1 - TIE:
             break  # nothing can explain more

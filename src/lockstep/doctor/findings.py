@@ -15,9 +15,10 @@ from lockstep.renderers.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from lockstep.doctor.scoring.model import Model
 
-Verdict = Literal["consistent", "differs", "not_checkable"]
-"""consistent: nothing speaks for the cause. differs: the cause is there. not_checkable: the dump
-lacks what the test needs."""
+Verdict = Literal["consistent", "differs", "not_shown", "not_checkable"]
+"""consistent: the cause is ruled out: the records agree, or its predictions were tested and lost.
+differs: the cause is there. not_shown: the rows cannot tell. not_checkable: the dump lacks what the
+test needs."""
 
 Basis = Literal["shown", "repair", "fit"]
 """Why a cause is believed. shown: two records of the dump contradict each other. repair: other ids,
@@ -97,7 +98,7 @@ class Finding:
     measured: str
     """The result, with numbers, in one sentence."""
     cause: str = ""
-    """Name in `causes.CAUSES`, unless the finding is consistent."""
+    """Name in `causes.CAUSES`, if the verdict is differs."""
     basis: Basis = "fit"
     figures: Mapping[str, float] = field(default_factory=dict[str, float])
     """The numbers behind `measured`, by stable names."""

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -45,8 +44,8 @@ class Variant:
 
 
 def tried(view: View, variants: Iterable[Variant]) -> Iterator[Prediction]:
-    """Predictions of the variants that explain something of NUM_PROBES rows: each side of each
-    as if it had the defect and the other had not."""
+    """Predictions of the variants, each side of each as if it had the defect and the other had not:
+    of all rows if the variant explains something of NUM_PROBES rows, else of these."""
     rows = view.rows
     probes = _probes(rows, view.model.max_tokens // PROBED)
     if not len(probes):
@@ -65,11 +64,10 @@ def tried(view: View, variants: Iterable[Variant]) -> Iterator[Prediction]:
         if max((share for share, *_ in found), default=0.0) > 0.97:
             break
     found.sort(key=lambda one: -one[0])
-    for share, variant, side in found[:NUM_PROMOTED]:
-        if share < max(MIN_PROBED, found[0][0] - NEAR) or time.process_time() > view.deadline:
-            break
-        values = _values(view, variant, np.arange(len(rows)))
-        yield prediction(view, variant, values, side)
+    for number, (share, variant, side) in enumerate(found):
+        is_near = share >= max(MIN_PROBED, found[0][0] - NEAR) and not view.is_late
+        chosen = np.arange(len(rows)) if is_near and number < NUM_PROMOTED else probes
+        yield prediction(view, variant, _values(view, variant, chosen), side)
 
 
 def _values(view: View, variant: Variant, chosen: Int64Array) -> Float64Array:
