@@ -1044,9 +1044,15 @@ class Asked:
 
 
 def reaches(one: Fault, program: Program, lines: Sequence[Line]) -> bool:
-    """False for a control token in the replies of a tool that no row has called."""
+    """False for a control token in the replies of a tool that no row has called, and for weights
+    from before updates that changed no bit: all advantages were 0."""
     token = program.template.controls[-1]
-    return "injected" not in one.options or any(token in str(line.messages) for line in lines)
+    if "injected" in one.options:
+        return any(token in str(line.messages) for line in lines)
+    if one.weights is None:
+        return True
+    old = one.weights(program, 0).parameters()
+    return any(not torch.equal(*pair) for pair in zip(old, program.model.parameters(), strict=True))
 
 
 def singles(player: str, what: Asked) -> list[dict[str, Any]]:
