@@ -58,7 +58,7 @@ def diagnose(
     of_model = facts if str(model) in ("", OWN) else replace(facts, model=str(model), tokenizer="")
     words = tokenization_of(of_model, tokenizer, renderer)
     words = _of_rows(words, dump, is_given=tokenizer is not None)
-    setting = make_setting(facts, words, tuple(dump.step_metrics()), resumes=dump.resumes)
+    setting = make_setting(facts, words, tuple(dump.step_metrics()))
     for name in only:
         known = [*names(), PHYSICAL]
         if name not in known:
@@ -132,8 +132,6 @@ def make_setting(
     facts: Facts,
     words: Tokenization,
     step_metrics: Sequence[Mapping[str, Any]] = (),
-    *,
-    resumes: Sequence[int] = (),
 ) -> Setting:
     """All that is known besides the rows: the facts of the input, and the user's choices."""
     known = {fact.name: getattr(facts, fact.name) for fact in fields(RunFacts)}
@@ -143,7 +141,6 @@ def make_setting(
         tokenizer=words.tokenizer,
         renderer=words.renderer,
         step_metrics=step_metrics,
-        resumes=tuple(resumes),
         generation_defaults=words.generation_defaults,
     )
     if words.renderer is not None:

@@ -15,12 +15,12 @@ from rich.text import Text
 
 from lockstep.doctor.causes import CAUSES, Cause
 from lockstep.doctor.examine import Examination, Share
-from lockstep.doctor.explain import MIN_SHARE
+from lockstep.doctor.explain import HYPOTHESES, MIN_SHARE
 from lockstep.doctor.findings import FLOAT_NOISE, MOST, Evidence, Finding, Setting
 from lockstep.doctor.gap import Gap, Place, Split
 from lockstep.doctor.inputs.base import HOW_TO_GET, Dump
 from lockstep.doctor.row_choice import RowChoice, fetch
-from lockstep.doctor.rows import Rows
+from lockstep.doctor.rows import SIDES, Rows
 from lockstep.doctor.terminal import LABEL_WIDTH, as_html, proof_table, show_line
 from lockstep.errors import printable
 from lockstep.observe.alarms import CRITICAL_LIMIT, mismatch
@@ -37,6 +37,8 @@ the recorded numbers. likely: it explains most of the gap. possible: it explains
 
 MAX_EXPECTED = 2000
 """Expected ids that are given for one place: more tell nothing, and would fill a page."""
+LESS_NOISE = "float32 on both sides"
+"""Shows causes that a model can show, where these rows have more noise than the cause makes."""
 MIN_RANGE = 0.1
 """Smallest width of an interval that is shown beside a share."""
 NUM_SHOWN = 2
@@ -112,8 +114,9 @@ class Diagnosis:
         """Why nothing can be said; empty if both sides were compared."""
         out = list(self.unjudged)
         if not self.examination.gap.tokens:
-            sides = ("rollout_logprobs", "trainer_logprobs")
-            lost = [self.lacks.get(s) or HOW_TO_GET[s] for s in sides if s not in self.dump.has]
+            lost = [
+                self.lacks.get(s) or HOW_TO_GET[s] for s in SIDES.values() if s not in self.dump.has
+            ]
             why = "; ".join(lost) or "no trained token has two finite log-probs"
             out.append(f"nothing is compared: {why}")
         return out
@@ -137,11 +140,17 @@ class Diagnosis:
     def cannot_show(self) -> dict[str, Sequence[str]]:
         """Cause -> records. Each of them shows the cause in rows that look consistent without it:
         the cause moves log-probs by less than numerics do, or not at all."""
+        if self.outcome != "consistent":
+            return {}
         has = self.dump.has | self.setting.has
+        lost = {HYPOTHESES[name].cause for name in self.ruled_out if name in HYPOTHESES}
+        if self.is_float_noise:
+            lost |= CAUSES.keys()
         return {
-            cause.name: cause.shown_by
+            cause.name: cause.shown_by if has.isdisjoint(cause.shown_by) else (LESS_NOISE,)
             for cause in CAUSES.values()
-            if self.outcome == "consistent" and has.isdisjoint(cause.shown_by)
+            if has.isdisjoint(cause.shown_by)
+            or ("model" in has.intersection(cause.shown_by) and cause.name not in lost)
         }
 
     @property
@@ -158,8 +167,7 @@ class Diagnosis:
         if self.outcome != "not_judged" and (self.causes or not self.is_unexplained):
             return []
         if not self.examination.gap.tokens:
-            sides = ("rollout_logprobs", "trainer_logprobs")
-            steps = [HOW_TO_GET[name] for name in sides if name not in self.dump.has]
+            steps = [HOW_TO_GET[name] for name in SIDES.values() if name not in self.dump.has]
             return steps or ["log both sides' log-probs as they are"]
         lacking = {name for finding in self.with_verdict("not_checkable") for name in finding.lacks}
         names = ("engine_ids", "model", "messages", "tokenizer", "renderer")

@@ -31,7 +31,7 @@ from lockstep.doctor.facts.values import step_of
 from lockstep.doctor.findings import MAX_EVIDENCE, MOST, Finding, Setting, Verdict
 from lockstep.doctor.gap import Gap, Split
 from lockstep.doctor.hypotheses.unlike import NOISE, rest_of
-from lockstep.doctor.rows import Rows
+from lockstep.doctor.rows import SIDES, Rows
 from lockstep.observe.alarms import DENSE_BAND, ONE_PROCESS_BAND, WARNING_LIMIT
 
 ROOMS = ("facts.engine", "facts.masks", "facts.structure", "facts.text", "facts.values")
@@ -154,7 +154,6 @@ def examine(
     known = has | setting.has
     tallies = [Tally(fact=one) for one in FACTS.values()]
     missing = {t.fact.name: tuple(n for n in t.fact.needs if n not in known) for t in tallies}
-    sides = {"rollout_logprobs", "trainer_logprobs"}
     model = setting.model
     sample = Sample(SAMPLE_TOKENS if model is None else model.max_tokens)
     after: Split | None = None  # since the first chunk that a fact changes
@@ -180,11 +179,12 @@ def examine(
             share = min(max(gap.k2 / whole, 0.0), 1.0)
             out.shares.append(Share(cause=cause, k2=share, least=share, most=share))
     rows = sample.rows()
-    if rows is not None and sides <= known:
+    lacks = set(SIDES.values()) - known
+    if rows is not None and not lacks:
         _explain(out, View(rows=rows, setting=setting), is_live=is_live)
     else:
         out.limit = limit_of(setting, None)
-        out.findings += [_lacking(h, sides - known) for h in HYPOTHESES.values()]
+        out.findings += [_lacking(h, lacks) for h in HYPOTHESES.values()]
     if out.unexplained_k2 > MOST and not out.is_numeric:
         # A record that was learnt from rows whose gap nothing explains proves nothing.
         learnt = {
@@ -268,7 +268,7 @@ def _named(view: View, judged: Judged) -> Finding:
         f"{told.text}: explains {judged.share:.1%} (+- {2 * judged.error:.1%}) of the gap in rows "
         f"that it was not fitted on, in {num} of {rows} rows",
         cause=judged.cause,
-        basis=told.basis or one.basis,
+        basis=one.basis,
         figures={"share": judged.share, "error": judged.error, "hit_rows": num},
         evidence=evidence_of(view, judged, MAX_EVIDENCE),
     )

@@ -28,7 +28,7 @@ import numpy as np
 
 from lockstep.doctor.causes import CAUSES
 from lockstep.doctor.findings import MIN_TOKENS, Basis, Evidence, Setting, evidence_at
-from lockstep.doctor.rows import BoolArray, Float64Array, Rows
+from lockstep.doctor.rows import SIDES, BoolArray, Float64Array, Rows
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,9 +54,6 @@ several."""
 SECONDS, ALL_SECONDS = 15.0, 60.0
 """Deadlines of one hypothesis in a round, and of all, in seconds of processor time: a diagnosis
 takes at most a minute on two cores, and finds the same on a busy machine."""
-
-
-SIDES = ("sampler", "trainer")
 
 
 def size(d: Float64Array) -> float:
@@ -120,9 +117,9 @@ class View:
         """Sides that are further from the model than numerics; both where no model can tell."""
         model = self.setting.model
         if model is None or not model.has_own(self.rows):
-            return SIDES
+            return (*SIDES,)
         far = [side for side in SIDES if size(getattr(self, side) - self.plain) > self.scale**2]
-        return far or SIDES
+        return far or (*SIDES,)
 
     @property
     def is_late(self) -> bool:
@@ -147,19 +144,12 @@ class Prediction:
     """Whether it may hit some rows and not others."""
     chance: float = 0.0
     """Share that the same search explains where there is nothing to find (other rows)."""
-    expected: dict[int, tuple[int, int, Sequence[int]]] = field(default_factory=dict[Any, Any])
-    """Row -> (begin, end, ids that should be there), to show."""
-    basis: Basis | None = None
 
     @classmethod
     def of_side(cls, side: str, values: Float64Array, text: str, **options: Any) -> Prediction:
         """A prediction of the column of one side: "sampler" or "trainer"."""
         options[side] = values
         return cls(text=text, **options)
-
-    def is_of(self, sides: Sequence[str]) -> bool:
-        """True if it changes one of these sides."""
-        return any(getattr(self, side) is not None for side in sides)
 
 
 Predict = Callable[[View], Iterable[Prediction]]
@@ -471,7 +461,7 @@ def _round(view: View, hypotheses: Sequence[Hypothesis], out: Explanation) -> li
         predictions: list[Prediction] = []
         try:
             for prediction in one.predict(timed):
-                if prediction.is_of(suspects):
+                if any(getattr(prediction, side) is not None for side in suspects):
                     predictions.append(prediction)
                 if timed.is_late:
                     break
@@ -506,18 +496,15 @@ def repaired(view: View, judged: Judged) -> View:
         trainer = (view.trainer + above).astype(np.float32)
         return replace(view, rows=rows.with_(trainer_logprobs=trainer), above=view.above + above)
     changed: dict[str, Any] = {}
-    for name, new in (
-        ("rollout_logprobs", prediction.sampler),
-        ("trainer_logprobs", prediction.trainer),
-    ):
-        if new is not None:
+    for side, name in SIDES.items():
+        if (new := getattr(prediction, side)) is not None:
             old = getattr(rows, name)
             changed[name] = np.where(is_hit & np.isfinite(new), new, old).astype(np.float32)
     return replace(view, rows=rows.with_(**changed))
 
 
 def evidence_of(view: View, judged: Judged, limit: int) -> tuple[Evidence, ...]:
-    """The rows that lose the most by the repair, with the ids that are expected there."""
+    """The rows that lose the most by the repair."""
     rows, at = view.rows, view.rows.compared
     gain = view.loss(rows.gap[at]) - view.loss(judged.after[at])
     by_row = np.bincount(rows.row_of[at], gain, len(rows))
@@ -531,9 +518,5 @@ def evidence_of(view: View, judged: Judged, limit: int) -> tuple[Evidence, ...]:
         before = float(np.abs(rows.gap[mine]).mean())
         after = float(np.abs(judged.after[mine]).mean())
         note = f"mean |d| {before:.2g} becomes {after:.2g}: {judged.prediction.text}"
-        ids: Sequence[int] = ()
-        if row in judged.prediction.expected:
-            first, last, ids = judged.prediction.expected[row]
-            begin, end = int(rows.offsets[row]) + first, int(rows.offsets[row]) + last
-        out.append(evidence_at(rows, begin, end, note, ids))
+        out.append(evidence_at(rows, begin, end, note))
     return tuple(out)

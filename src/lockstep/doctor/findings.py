@@ -48,8 +48,6 @@ class Setting(RunFacts):
     """Model that can score rows again."""
     step_metrics: Sequence[Mapping[str, Any]] = ()
     """Metrics of each step, by the names of docs/reference/metrics.md."""
-    resumes: Sequence[int] = ()
-    """Steps that a resume of the run began with."""
     generation_defaults: Mapping[str, float] | None = None
     """Sampling settings in the model's generation_config.json; None without one. Engines use them
     where a request says nothing."""

@@ -17,6 +17,8 @@ import numpy.typing as npt
 from lockstep.errors import AlignmentError
 from lockstep.types import COLUMNS, Float32Array, Int32Array, Int64Array, Message, Sample
 
+SIDES = {"sampler": "rollout_logprobs", "trainer": "trainer_logprobs"}
+"""Side -> its column."""
 BoolArray = npt.NDArray[np.bool_]
 Float64Array = npt.NDArray[np.float64]
 
@@ -273,11 +275,10 @@ class Rows:
         """[R] mean of `values` [n] over the tokens `at` [n] of each row; 0 for a row without."""
         return self.row_sums(at, values) / np.maximum(self.row_sums(at), 1)
 
-    def firsts(self, at: Int64Array, behind: Int64Array | None = None) -> Int64Array:
-        """[R] smallest of the indices `at` in each row, N where there is none. behind: [n] reported
-        in place of `at`."""
+    def firsts(self, at: Int64Array) -> Int64Array:
+        """[R] smallest of the indices `at` in each row, N where there is none."""
         first = np.full(len(self), self.num_tokens, np.int64)
-        np.minimum.at(first, self.row_of[at], at if behind is None else behind)
+        np.minimum.at(first, self.row_of[at], at)
         return first
 
     def runs(self, mask: BoolArray) -> tuple[Int64Array, Int64Array]:

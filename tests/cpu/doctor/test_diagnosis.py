@@ -46,6 +46,8 @@ def test_a_healthy_dump_is_consistent_and_what_was_tried_is_ruled_out():
     assert text.startswith("CONSISTENT  dump.parquet")
     assert "ruled out" in text and "facts/mask_author" in text
     assert "hypotheses/shifted" in found.ruled_out
+    # Nothing was predicted, so nothing was tested.
+    assert "hypotheses/exchanged" not in found.ruled_out and "not shown" in text
     assert "kernel_noise" in found.cannot_show and "boundary" in found.cannot_show
     assert "fillers" not in found.cannot_show, "the numbers are there"
     assert "differs" not in text.lower()

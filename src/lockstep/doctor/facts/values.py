@@ -11,10 +11,9 @@ import numpy.typing as npt
 
 from lockstep.doctor.facts.base import FAR, MAX_SHIFT, MIN_EQUAL, Contradiction, Repair, fact
 from lockstep.doctor.findings import MIN_TOKENS, MOST, Setting
-from lockstep.doctor.rows import Rows
+from lockstep.doctor.rows import SIDES, Rows
 from lockstep.types import MAX_LOGPROB, Float32Array
 
-SIDES = {"sampler": "rollout_logprobs", "trainer": "trainer_logprobs"}
 ALIKE = 1e-3
 """Nats within which both sides have the same number: certain tokens have 0.0 on both."""
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep.doctor.explain import Prediction, View, hypothesis
 from lockstep.doctor.findings import MOST
-from lockstep.doctor.rows import Float64Array, Rows
+from lockstep.doctor.rows import SIDES, Float64Array, Rows
 from lockstep.doctor.scoring.layouts import layouts
 from lockstep.doctor.scoring.model import Model
 from lockstep.doctor.scoring.variants import Variant, prediction, tried
@@ -37,7 +37,7 @@ def arithmetic(view: View) -> Iterator[Prediction]:
 
         for change in sorted(model.scorer.changes(loaded), key=lambda c: c.rank):
             cause = CAUSE_OF.get(change.kind, f"ignored_{change.kind}")
-            sides = ("sampler",) if change.kind == "quantised" else ("sampler", "trainer")
+            sides = ("sampler",) if change.kind == "quantised" else (*SIDES,)
             yield Variant(cause, change.text, partial(within, change), sides=sides)
 
     yield from tried(view, variants())

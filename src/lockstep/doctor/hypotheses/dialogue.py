@@ -38,7 +38,7 @@ def read(view: View, written: Sequence[tuple[str, str, Write]]) -> Iterator[Pred
         return model.score_laid(rows, with_prompt(write, rows, chosen.tolist(), stops))
 
     variants = [
-        Variant(cause, text, partial(score, write), sides=("sampler",), basis="repair")
+        Variant(cause, text, partial(score, write), sides=("sampler",))
         for cause, text, write in written
     ]
     yield from tried(view, variants)

@@ -77,42 +77,35 @@ def respelled(view: View) -> Iterator[Prediction]:
 def same_text(view: View) -> float | None:
     """Share of the rows whose first token that is far off was drawn in other tokens of the same
     text: the model gives the first two their numbers. None where too few rows can tell."""
-    rows, setting = view.rows, view.setting
-    if setting.model is None or setting.tokenizer is None or np.any(view.above):
+    rows, model, tokenizer = view.rows, view.setting.model, view.setting.tokenizer
+    if model is None or tokenizer is None or np.any(view.above):
         return None
-    tokenizer, near = setting.tokenizer, 2 * view.scale + view.step
+    near, num_sites = 2 * view.scale + view.step, 0
     pieces = enumerate(tokenizer.all_token_bytes())
     id_of = {piece: id_ for id_, piece in pieces if piece and id_ not in tokenizer.control_ids}
-    far = np.flatnonzero(np.abs(rows.gap) > FAR)
-    _, first = np.unique(rows.row_of[far], return_index=True)
+    far = rows.firsts(np.flatnonzero((np.abs(rows.gap) > FAR) & (rows.span_of >= 0)))
+    known = zip(rows.offsets.tolist(), far.tolist(), strict=False)
     laid: list[Laid] = []
-    owner: list[int] = []
-    num_sites = num_tokens = 0
-    for site in far[first].tolist():
-        begin = int(rows.offsets[rows.row_of[site]])
+    for begin, site in [(begin, site) for begin, site in known if site < rows.num_tokens]:
         before = np.abs(rows.gap[begin:site])
-        before = before[np.isfinite(before)]
-        if len(before) < CHUNK or np.median(before) > near or rows.span_of[site] < 0:
+        if np.isfinite(before).sum() < CHUNK or np.nanmedian(before) > near:
             continue  # the ids before it were not read as they are in the row
-        if num_tokens > setting.model.max_tokens:
+        if sum(len(ids) for ids, *_ in laid) > model.max_tokens // 2:
             break
         num_sites += 1
         end = int(rows.spans.end[rows.span_of[site]])
         for at in range(site - 1, min(site + 1, end - 1)):
             for pair in _spellings(tokenizer, id_of, rows.token_ids[at:end].tolist()):
-                ids = [*rows.token_ids[begin:at].tolist(), *pair]
-                place = np.full(len(ids), -1)
-                place[-2:] = at, at + 1
+                ids = np.append(rows.token_ids[begin:at], pair)
+                place = np.append(np.full(at - begin, -1), [at, at + 1])
                 laid.append((ids, np.arange(len(ids)), place))
-                owner.append(site)
-                num_tokens += len(ids)
     if num_sites < CHUNK or (layout := Layout.of(laid, rows)) is None:
         return None
-    every = np.arange(len(layout.rows))
-    values = setting.model.score(layout.rows, every, of=setting.model.loaded(rows))
+    values = model.score(layout.rows, np.arange(len(laid)), of=model.loaded(rows))
     is_near = (layout.place >= 0) & (np.abs(values - view.sampler[layout.place]) <= near)
     is_given = layout.rows.row_sums(np.flatnonzero(is_near)) == 2
-    return len(set(np.array(owner)[is_given].tolist())) / num_sites
+    last = layout.place[layout.rows.offsets[1:] - 1]
+    return len(np.unique(rows.row_of[last[is_given]])) / num_sites
 
 
 def _spellings(

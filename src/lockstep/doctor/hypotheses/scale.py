@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lockstep.doctor.explain import SIDES, TIE, Prediction, View, hypothesis
-from lockstep.doctor.rows import Float64Array
+from lockstep.doctor.explain import TIE, Prediction, View, hypothesis
+from lockstep.doctor.rows import SIDES, Float64Array
 
 SETTINGS: Mapping[str, Sequence[Any]] = tomllib.loads(
     Path(__file__).with_name("settings.toml").read_text("utf-8")
@@ -28,7 +29,7 @@ BASES = {"to base 2": np.log(2.0), "to base 10": np.log(10.0), "negated": -1.0}
 
 @hypothesis("log_base", cause="positive", least=0.6, claim="log-probs are natural logs")
 def log_base(view: View) -> Iterator[Prediction]:
-    for side in ("sampler", "trainer"):
+    for side in SIDES:
         values: Float64Array = getattr(view, side)
         for text, factor in BASES.items():
             yield Prediction.of_side(side, values * factor, f"the {side}'s logs are {text}")
@@ -58,7 +59,7 @@ def processed(view: View) -> Iterator[Prediction]:
     the logits, `processing` gives the very numbers."""
     if view.setting.model is not None:
         return
-    for side, other in (SIDES, SIDES[::-1]):
+    for side, other in permutations(SIDES):
         mine, theirs = getattr(view, side), getattr(view, other)
         ids = view.rows.token_ids
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from lockstep.doctor.explain import (
-    SIDES,
     Explanation,
     Prediction,
     View,
@@ -23,7 +22,7 @@ from lockstep.doctor.explain import (
 )
 from lockstep.doctor.facts.base import FAR
 from lockstep.doctor.findings import MIN_TOKENS, MOST
-from lockstep.doctor.rows import Float64Array, Rows
+from lockstep.doctor.rows import SIDES, Float64Array, Rows
 
 NOISE = 4.0
 """Largest ratio of a numeric deviation's mean square to the mean square of bfloat16: the kernels of

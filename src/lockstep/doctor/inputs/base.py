@@ -72,8 +72,6 @@ class Dump(ABC):
     """Sentences for the reader of the verdict: the rows are a sample, the run still goes on."""
     found_before: Mapping[str, int] = {}
     """Cause -> number of training steps that showed it; the stored rows may no longer show it."""
-    resumes: Sequence[int] = ()
-    """Steps that a resume of the run began with, where they are known."""
     _kept: list[Rows] | None = None
 
     def __init_subclass__(cls) -> None:

@@ -50,7 +50,6 @@ class RunDump(RowDump):
         super().__init__(path)
         found = {name: len(self._run.values(f"doctor/{name}")) for name in CAUSES}
         self.found_before = {name: steps for name, steps in found.items() if steps}
-        self.resumes = self._run.resumed_at
         self.facts = self._facts()
         self.notes = [*self._notes(), *torn, *torn_metrics]
 

@@ -66,7 +66,7 @@ def layouts(
     """(cause, defect in words, indices of rows -> their layout) of every wrong layout that the rows
     allow. The order is that of the trials."""
     trained = np.flatnonzero(rows.loss_mask & (rows.position > 0))
-    prompts = np.minimum(rows.firsts(trained, rows.position[trained]), rows.sizes)
+    prompts = np.minimum(rows.firsts(trained) - rows.offsets[:-1], rows.sizes)
     ids = np.split(rows.token_ids, rows.offsets[1:-1])
     padding = {
         "the longest prompt": prompts.max(initial=0) - prompts,

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.doctor.explain import Prediction, View, residual
-from lockstep.doctor.findings import Basis
-from lockstep.doctor.rows import Float64Array, Rows
+from lockstep.doctor.rows import SIDES, Float64Array, Rows
 from lockstep.types import Int64Array
 
 NUM_PROBES = 8
@@ -38,8 +37,7 @@ class Variant:
     score: Callable[[Int64Array], Float64Array]
     """Rows -> [N] log-probs with the defect; NaN where it changes nothing."""
     _: KW_ONLY
-    sides: Sequence[str] = ("sampler", "trainer")
-    basis: Basis = "fit"
+    sides: Sequence[str] = (*SIDES,)
     is_of_rows: bool = True
 
 
@@ -95,7 +93,6 @@ def prediction(view: View, variant: Variant, values: Float64Array, side: str) ->
         f"the {side} {variant.text}",
         above=above if side == "sampler" else None,
         cause=variant.cause,
-        basis=variant.basis,
         is_of_rows=variant.is_of_rows,
     )
 
