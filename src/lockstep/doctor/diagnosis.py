@@ -114,12 +114,14 @@ class Diagnosis:
         """Why nothing can be said; empty if both sides were compared."""
         out = list(self.unjudged)
         if not self.examination.gap.tokens:
-            lost = [
-                self.lacks.get(s) or HOW_TO_GET[s] for s in SIDES.values() if s not in self.dump.has
-            ]
+            lost = [self.lacks.get(side) or HOW_TO_GET[side] for side in self._missing_sides]
             why = "; ".join(lost) or "no trained token has two finite log-probs"
             out.append(f"nothing is compared: {why}")
         return out
+
+    @property
+    def _missing_sides(self) -> list[str]:
+        return [column for column in SIDES.values() if column not in self.dump.has]
 
     @property
     def headline(self) -> str:
@@ -167,7 +169,7 @@ class Diagnosis:
         if self.outcome != "not_judged" and (self.causes or not self.is_unexplained):
             return []
         if not self.examination.gap.tokens:
-            steps = [HOW_TO_GET[name] for name in SIDES.values() if name not in self.dump.has]
+            steps = [HOW_TO_GET[side] for side in self._missing_sides]
             return steps or ["log both sides' log-probs as they are"]
         lacking = {name for finding in self.with_verdict("not_checkable") for name in finding.lacks}
         names = ("engine_ids", "model", "messages", "tokenizer", "renderer")
@@ -360,19 +362,18 @@ class Diagnosis:
         ]
 
         ruled_out = self.ruled_out
-        tried: dict[bool, list[str]] = {True: [], False: []}
-        for finding in (*self.with_verdict("consistent"), *self.with_verdict("not_shown")):
-            tried[finding.check in ruled_out].append(f"{finding.check}: {finding.measured}")
-        for label, texts in (
-            ("ruled out", tried[True]),
-            ("not shown", tried[False]),
-            ("not checked", missing),
-        ):
+        tried = [*self.with_verdict("consistent"), *self.with_verdict("not_shown")]
+        told = {finding.check: f"{finding.check}: {finding.measured}" for finding in tried}
+        for label, texts in {
+            "ruled out": [text for name, text in told.items() if name in ruled_out],
+            "not shown": [text for name, text in told.items() if name not in ruled_out],
+            "not checked": missing,
+        }.items():
             for text in texts[:NUM_LINES]:
                 show_line(console, label, text)
             if len(texts) > NUM_LINES:
-                told = f"... and {len(texts) - NUM_LINES} more: --json lists them"
-                show_line(console, label, told, "dim")
+                more = f"... and {len(texts) - NUM_LINES} more: --json lists them"
+                show_line(console, label, more, "dim")
 
     # -- as data ------------------------------------------------------------------------------
 
