@@ -279,11 +279,8 @@ def _not_found(one: Hypothesis, found: Explanation) -> Finding:
     judged, figures = found.tried.get(one.name), dict[str, float]()
     told = "nothing in the rows that it would change"
     if judged is not None:
-        share = max(judged.share, 0.0)
-        told = (
-            f"explains {share:.1%} of the gap on the {judged.num_tested:,} tokens that it moves: "
-            f"{judged.prediction.text}"
-        )
+        share, moved = max(judged.share, 0.0), f"moves {judged.num_tested:,} log-probs"
+        told = f"explains {share:.1%} of the gap, {moved}: {judged.prediction.text}"
         figures = {"share": judged.share, "error": judged.error, "tokens": judged.num_tested}
     told += "; not all was tried in time" if one.name in found.late else ""
     verdict: Verdict = "consistent" if one.name in found.lost else "not_shown"
