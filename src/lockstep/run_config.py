@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig, FrozenSeat, OwnSeat, SamplingConfig, SeatConfig
 from lockstep.agent.gateway.config import GatewayConfig
@@ -45,7 +45,33 @@ MAX_STEPS, MAX_EPISODES = 10**8, 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationConfig:
+class _HeldOutTasks:
+    task: TaskConfig | None = None
+    """Kind of these tasks, with settings of its own; none takes the task that is trained."""
+    num_tasks: int = 128
+    """Held-out tasks; the same ones each time. 0, or evaluation=none, tests nothing."""
+    num_samples: int = 1
+    """Samples per task: the k of mean@k and pass@k."""
+    temperature: float | None = None
+    """Temperature of these samples; None takes that of training, 0 is greedy."""
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "evaluation.", "num_samples", least=1)
+        check_numbers(self, "evaluation.", "num_tasks", "temperature", least=0)
+        if self.task is not None and self.task.SEATS:
+            raise ConfigError(
+                f"evaluation: task={tag(type(self.task))} is played from the seats "
+                f"{', '.join(self.task.SEATS)}. Only the task that is trained can have seats."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSet(_HeldOutTasks):
+    """Further tasks to test on, and how they are sampled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig(_HeldOutTasks):
     """Tests of the policy on tasks that it is not trained on."""
 
     every: int = 0
@@ -53,24 +79,23 @@ class EvaluationConfig:
     PRESETS: ClassVar[dict[str, Callable[[], EvaluationConfig]]] = {
         "none": lambda: EvaluationConfig(num_tasks=0)
     }
-    num_tasks: int = 128
-    """Held-out tasks; the same ones each time. 0, or evaluation=none, tests nothing."""
-    num_samples: int = 1
-    """Samples per task: the k of mean@k and pass@k."""
-    temperature: float | None = None
-    """Temperature of these samples; None takes that of training."""
     greedy: bool = True
     """Also play every task once at temperature 0."""
+    sets: Mapping[str, EvaluationSet] = field(default_factory=dict[str, EvaluationSet])
+    """name -> further tasks to test on: evaluation.sets.NAME.task=KIND. Their figures are
+    eval/NAME/..., and the best checkpoint is not chosen by them."""
     success_reward: float = 0.999
     """A sample with at least this reward has passed (pass@k)."""
     at_start: bool = True
     """Test before the first step."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "evaluation.", "num_samples", least=1)
-        check_numbers(self, "evaluation.", "every", "num_tasks", "temperature", least=0)
+        super().__post_init__()
+        check_numbers(self, "evaluation.", "every", least=0)
         is_finite = math.isfinite(self.success_reward)
         require(self, "evaluation.", success_reward=(is_finite, "a finite number"))
+        if taken := {*self.sets} & {"sampled", "greedy", "loss", "train"}:
+            raise ConfigError(f"evaluation.sets.{min(taken)}: the name is taken. Choose another.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +282,18 @@ class Config(ModelChoice):
         if self.device == "auto" and isinstance(self.placement, RayPlacement):
             return "cuda" if self.placement.trainer_gpus else "cpu"
         return ModelChoice.expected_device.__get__(self)
+
+    @property
+    def tested(self) -> dict[str, Config]:
+        """Arm of an evaluation -> these settings with the tasks and the sampling of it alone."""
+        own, out = self.evaluation, dict[str, Config]()
+        greedy = {"greedy": replace(own, num_samples=1, temperature=0.0)} if own.greedy else {}
+        for name, each in {"sampled": own, **greedy, **own.sets}.items():
+            alone = {f.name: getattr(each, f.name) for f in fields(EvaluationSet)}
+            evaluation = replace(own, sets={}, greedy=False, **alone)
+            others: dict[str, Any] = {"task": each.task, "seats": {}} if each.task else {}
+            out[name] = replace(self, evaluation=evaluation, **others)
+        return out
 
     @property
     def chosen_correction(self) -> Correction:

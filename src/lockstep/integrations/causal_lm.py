@@ -46,6 +46,7 @@ from lockstep.models.lora import LowRank, adapter_at, add_adapter, place_of
 from lockstep.models.lora_config import AdapterSite, LoraShape, lora_sites
 from lockstep.models.peft_format import unknown_settings
 from lockstep.models.shapes import HFPiece, decoder_layout
+from lockstep.models.sharding import is_sharded
 from lockstep.ops.context import PackedContext, take_rows
 from lockstep.ops.invariant import ask_for_reproducible_gemm
 from lockstep.run.build import choose_numerics
@@ -357,8 +358,14 @@ class LockstepForCausalLM(PreTrainedModel):
         """The decoder that an engine in this process samples from, with today's weights.
 
         Without an adapter it is the trained one; else one that shares its weights and has a copy
-        of the adapter, which this call brings up to date.
+        of the adapter, which this call brings up to date. Raises CapabilityError for a model that
+        is spread over processes.
         """
+        if any(map(is_sharded, self.parameters())):
+            raise CapabilityError(
+                "LockstepForCausalLM is spread over processes (FSDP2), and the embedded engine "
+                "samples from a whole model. Leave out sampler: the trainer's own engine samples."
+            )
         self._take_adapter()
         shape = self.decoder.lora
         if shape is None:

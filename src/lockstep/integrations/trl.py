@@ -127,7 +127,8 @@ class LockstepMixin:
         """
         super().__init__(*args, **kwargs)
         levels = ("sequence", "geometric")
-        if correction and not hasattr(self, "loss_type") and correction.level not in levels:
+        is_rloo = hasattr(super(), "_compute_loss") and not hasattr(self, "loss_type")
+        if correction and is_rloo and correction.level not in levels:
             raise ConfigError(
                 f"correction.level={correction.level}: RLOOTrainer has one ratio for a reply; "
                 "expected sequence or geometric."
@@ -209,6 +210,7 @@ class _Session:
         check_version("trl", TESTED)
         own = super(LockstepMixin, trainer)
         self.guarded(lambda: _check_there(HOOKS, [name for name in HOOKS if hasattr(own, name)]))
+        self.guarded(lambda: _check_one_device(trainer.model))
         if self.watching is not None:
             _tell_facts(self.watching, trainer)
         _use_decoder(trainer)
@@ -445,6 +447,15 @@ def _check_there(expected: Sequence[str], found: Any) -> None:
     if missing := [name for name in expected if name not in found]:
         raise CapabilityError(
             f"this trainer has no {', '.join(missing)}; TRL {TESTED} has. Install that release."
+        )
+
+
+def _check_one_device(model: Any) -> None:
+    places = (getattr(model, "hf_device_map", None) or {}).values()
+    if len(devices := sorted({str(place) for place in places})) > 1:
+        raise CapabilityError(
+            f"the model is on {' and '.join(devices)} (hf_device_map); expected one device in each "
+            "process. Load it without device_map, or train with data parallelism."
         )
 
 

@@ -10,7 +10,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 CLOSE_SECONDS = 30.0
 """Seconds at the end of a run for the rows that a tracker has not taken yet."""
-MODULES = {"tensorboard": "tensorboard.summary", "prometheus": "prometheus_client"}
+MODULES = {
+    "tensorboard": "tensorboard.plugins.text.summary_v2",
+    "prometheus": "prometheus_client",
+}
 """Logger -> its module, where that has another name."""
 
 
@@ -59,10 +62,10 @@ class Loggers:
             self._trackers.append(_Tracker(name, make, warn))
 
     def log(self, row: Mapping[str, Any]) -> None:
-        """row: `step`, and numbers by metric name."""
-        numbers = {name: value for name, value in row.items() if name != "step"}
+        """row: `step`, and numbers by metric name; `health/line` is a text."""
+        values = {name: value for name, value in row.items() if name != "step"}
         for tracker in self._trackers:
-            tracker.rows.put((numbers, row["step"]))
+            tracker.rows.put((values, row["step"]))
 
     def close(self) -> None:
         """Waits CLOSE_SECONDS for the rows that are not written yet."""
@@ -83,7 +86,7 @@ class _Tracker:
 
     def __init__(self, name: str, make: Callable[[], Any], warn: Callable[[str], None]) -> None:
         self.name, self._make, self._warn = name, make, warn
-        self.rows: queue.SimpleQueue[tuple[Mapping[str, float], int] | None] = queue.SimpleQueue()
+        self.rows: queue.SimpleQueue[tuple[Mapping[str, Any], int] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name=f"logger {name}", daemon=True)
         self.thread.start()
 
@@ -111,11 +114,18 @@ class _Tensorboard:
 
     def __init__(self, module: Any, run_path: Path) -> None:
         # tensorboard's own writer: torch.utils.tensorboard would import torch here.
-        self._writer = module.Writer(str(run_path / "tensorboard"))
+        found = partial(import_module, package="tensorboard")
+        self._event = found(".compat.proto.event_pb2").Event
+        self._scalar = found(".plugins.scalar.summary_v2").scalar_pb
+        self._text = module.text_pb
+        writer = found(".summary.writer.event_file_writer").EventFileWriter
+        self._writer = writer(str(run_path / "tensorboard"))
 
-    def log(self, numbers: Mapping[str, float], *, step: int) -> None:
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)
+    def log(self, values: Mapping[str, float | str], *, step: int) -> None:
+        for name, value in values.items():
+            summary = (self._text if isinstance(value, str) else self._scalar)(name, value)
+            event = self._event(summary=summary, step=step, wall_time=time.time())
+            self._writer.add_event(event)
         self._writer.flush()
 
     def finish(self) -> None:
@@ -132,22 +142,28 @@ def metric_name(name: str) -> str:
 
 
 class _Prometheus:
-    """Serves the latest row as gauges with the label `run`."""
+    """Serves the latest value of each metric as a gauge with the label `run`; a text is one too."""
 
     def __init__(self, module: Any, address: str, run: str) -> None:
-        self._module, self._run = module, run
-        self._registry = module.CollectorRegistry()
-        self._gauges: dict[str, Any] = {}
+        self._gauge, self._run = module.metrics_core.GaugeMetricFamily, run
+        self._latest: Mapping[str, float | str] = {}
+        registry = module.CollectorRegistry()
+        registry.register(self)
         host, _, port = address.rpartition(":")
-        self._server, self._thread = module.start_http_server(int(port), host, self._registry)
+        self._server, self._thread = module.start_http_server(int(port), host, registry)
 
-    def log(self, numbers: Mapping[str, float], *, step: int) -> None:
-        for name, value in {**numbers, "step": step}.items():
-            key = metric_name(name)
-            if key not in self._gauges:
-                told = f"{name} of the latest step"
-                self._gauges[key] = self._module.Gauge(key, told, ["run"], registry=self._registry)
-            self._gauges[key].labels(self._run).set(value)
+    def log(self, values: Mapping[str, float | str], *, step: int) -> None:
+        # A trigger of health that no longer holds is in no row.
+        kept = {name: old for name, old in self._latest.items() if not name.startswith("health/")}
+        self._latest = {**kept, **values, "step": step}
+
+    def collect(self) -> Iterator[Any]:
+        """Called by the server, in a thread of its own."""
+        for name, value in self._latest.items():
+            labels = {"run": self._run} | ({"text": value} if isinstance(value, str) else {})
+            gauge = self._gauge(metric_name(name), f"{name} of the latest step", labels=[*labels])
+            gauge.add_metric([*labels.values()], 1 if "text" in labels else value)
+            yield gauge
 
     def finish(self) -> None:
         self._server.shutdown()

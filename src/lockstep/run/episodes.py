@@ -91,7 +91,7 @@ FIRST = -1
 
 @dataclass(slots=True)
 class Tester:
-    """Plays the same held-out tasks each time: sampled as in training, and greedily."""
+    """Plays the same held-out tasks each time: sampled, greedily, and those of further sets."""
 
     config: Config
     parts: Parts
@@ -101,12 +101,17 @@ class Tester:
     """The processes that share the tasks."""
     slots: EpisodeSlots | None = None
     """Limit that is shared with the episodes sampled for training."""
-    tasks: list[Task] = field(init=False)
+    arms: dict[str, tuple[Config, list[Task]]] = field(init=False)
+    """Name -> the settings of an arm, and its tasks."""
 
     def __post_init__(self) -> None:
-        config = self.config
-        source = FirstPrompts(config, self.parts.renderer).tasks("eval")
-        self.tasks = source.take(config.evaluation.num_tasks)
+        self.arms = {}
+        for name, config in self.config.tested.items():
+            tasks = self.arms["sampled"][1] if name == "greedy" else None
+            if tasks is None:
+                source = FirstPrompts(config, self.parts.renderer).tasks("eval")
+                tasks = source.take(config.evaluation.num_tasks)
+            self.arms[name] = config, tasks
 
     @property
     def criterion(self) -> str:
@@ -115,21 +120,17 @@ class Tester:
 
     async def test(self) -> tuple[dict[str, float], dict[str, list[Group]]]:
         """The metrics, and the groups of each arm by its name; nothing with evaluation=none."""
-        config = self.config
-        own = config.evaluation.temperature
-        temperature = config.agent.temperature if own is None else own
-        arms = [("sampled", config.evaluation.num_samples, temperature)]
-        if config.evaluation.greedy:
-            arms.append(("greedy", 1, 0.0))
         metrics: dict[str, float] = {}
         played: dict[str, list[Group]] = {}
-        for name, num_samples, temperature in arms if self.tasks else ():
-            groups = await self._play(name, num_samples, temperature)
+        for name, (config, tasks) in self.arms.items():
+            if not tasks:
+                continue
+            groups = await self._play(name, config, tasks)
             check_failures(groups, config.max_failed_share, where=f"evaluation ({name})")
             for arm, of_arm in _by_seat(groups, name).items():
                 metrics |= evaluation_metrics(
                     of_arm,
-                    num_samples=num_samples,
+                    num_samples=config.evaluation.num_samples,
                     name=arm,
                     label=config.task.label,
                     success_reward=config.evaluation.success_reward,
@@ -137,14 +138,16 @@ class Tester:
             played[name] = [part for group in groups for part in group.by_seat()]
         return metrics, played
 
-    async def _play(self, name: str, num_samples: int, temperature: float) -> list[Group]:
+    async def _play(self, name: str, config: Config, tasks: Sequence[Task]) -> list[Group]:
         """The groups of one arm. The draws depend on (seed, name, task, sample). So two evaluations
         of one policy are equal, and evaluations of two policies are paired."""
-        config, total, done = self.config, len(self.tasks) * num_samples, count(1)
+        num_samples, done = config.evaluation.num_samples, count(1)
+        own_temperature, total = config.evaluation.temperature, len(tasks) * num_samples
+        temperature = config.agent.temperature if own_temperature is None else own_temperature
         own = await play_tasks(
             config,
             self.parts,
-            own_tasks(self.ranks, self.tasks),
+            own_tasks(self.ranks, tasks),
             group_size=num_samples,
             sampling=replace(sampling_of(config.agent), temperature=temperature),
             split=name,
@@ -153,7 +156,7 @@ class Tester:
             gateway=self.gateway.open,
             on_progress=lambda _: self.view.phase(f"evaluating ({name})", next(done), total),
         )
-        return gather_groups(self.ranks, self.tasks, own)
+        return gather_groups(self.ranks, tasks, own)
 
 
 def _by_seat(groups: Sequence[Group], name: str) -> dict[str, list[Group]]:

@@ -163,7 +163,11 @@ def preflight(
         if not config.placement.is_elsewhere():
             check_memory(config, model_files, config.expected_device)
     config.task.check()
-    return replace(model_files, notes=_check_tasks(config, model_files, is_training=is_training))
+    notes = _check_tasks(config, model_files, is_training=is_training)
+    for tested in (each for each in config.tested.values() if each.task != config.task):
+        tested.task.check()
+        notes += _check_tasks(tested, model_files, is_training=False)
+    return replace(model_files, notes=notes)
 
 
 def _check_sampling(config: Config) -> None:
@@ -201,7 +205,8 @@ def _check_tasks(config: Config, model_files: ModelFiles, *, is_training: bool) 
         kind = "training" if is_training else "held-out"
         raise DataError(f"the task source has no {kind} task.")
     held_out = config.task.tasks(split="eval", seed=config.seed).take(1)
-    if not held_out and config.evaluation.num_tasks:
+    tested = [each for each in config.tested.values() if each.task == config.task]
+    if not held_out and any(each.evaluation.num_tasks for each in tested):
         raise DataError("the task source has no held-out task to evaluate on.")
     for first in firsts:
         if not dropped or prompts.fits(first):

@@ -388,10 +388,11 @@ def play_over(
 
 async def _close(config: Config, parts: Parts, gateway: RunGateway) -> None:
     await gateway.close()
-    try:
-        await guarded(lambda: config.task.close(), seconds=TASK_CLOSE_SECONDS)
-    except Exception as error:  # the run is over: its engines must be closed still
-        print(f"task.close: {described(error)}", file=sys.stderr)
+    for task in {id(each.task): each.task for each in (config, *config.tested.values())}.values():
+        try:
+            await guarded(task.close, seconds=TASK_CLOSE_SECONDS)
+        except Exception as error:  # the run is over: its engines must be closed still
+            print(f"task.close: {described(error)}", file=sys.stderr)
     for policy in (parts, *parts.own.values()):
         await policy.engine.close()
         if policy.publisher is not None:

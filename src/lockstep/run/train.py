@@ -163,7 +163,7 @@ def evaluate(
 ) -> tuple[dict[str, float], str]:
     """Plays the held-out tasks with a run's checkpoint: at `step`, else the best, else the last.
     Returns (metrics, checkpoint name)."""
-    if not config.evaluation.num_tasks:
+    if not any(each.evaluation.num_tasks for each in config.tested.values()):
         raise ConfigError("evaluation.num_tasks=0 plays nothing: give evaluation.num_tasks=128.")
     config = replace(config, parallel=ParallelConfig())  # one process is enough to play
     model_files = check_run(config, is_training=False, files=HUB_FILES)

@@ -251,11 +251,13 @@ class TrainingRun:
         Ranks gather the counts earlier, because a rank that failed here could not take part."""
         if self.ranks is None:
             row = {**self.engine_metrics(), **row}
+        line: dict[str, str] = {}
         if self.config.doctor.health and is_step_row(row):
             row = {**row, **self.health.take(row)}
+            line = {"health/line": " ".join(each.text for each in self.health.alarms) or "ok"}
         if self.directory is not None:
             self.directory.log(row)
-        self.loggers.log(row)
+        self.loggers.log({**row, **line})
         self.view.step(row, self.health.alarms)
 
     def engine_metrics(self) -> dict[str, float]:

@@ -189,6 +189,29 @@ def test_a_trainer_whose_batches_changed_trains_on_alone_unless_strict(tmp_path,
         Trainer(tmp_path, batch, strict=True).train()
 
 
+def test_a_model_on_several_devices_trains_on_alone_unless_strict(tmp_path, caplog):
+    class OnTwo(FakeTrainer):
+        def __init__(self, out, batch, devices):
+            super().__init__(out, batch)
+            self.model.hf_device_map = devices
+
+    class Split(LockstepMixin, OnTwo):
+        pass
+
+    trainer = Split(tmp_path, batch_of(), {"model.layers.0": 0, "model.layers.1": 1, "lm_head": 1})
+    out = trainer.train()
+    assert "lockstep_row" not in out and not trainer._metrics["train"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 0: lockstep: ends here, training goes on: the model is on 0 and 1 "
+        "(hf_device_map); expected one device in each process. Load it without device_map, or "
+        "train with data parallelism."
+    ]
+    with pytest.raises(CapabilityError, match="on cpu and cuda:0"):
+        Split(tmp_path, batch_of(), {"model": "cuda:0", "lm_head": "cpu"}, strict=True)
+    whole = Split(tmp_path, batch_of(), {"": 0}, strict=True)
+    assert "lockstep_row" in whole.train()
+
+
 def test_a_hook_that_is_missing_is_named_with_its_release(tmp_path, caplog):
     class Old(FakeTrainer):
         _compute_loss = property()  # hasattr: False
@@ -199,6 +222,27 @@ def test_a_hook_that_is_missing_is_named_with_its_release(tmp_path, caplog):
     assert trainer._generate_and_score_completions([]) is trainer.batch
     with pytest.raises(CapabilityError, match="_compute_loss"):
         lockstep.watch(Old(tmp_path, batch_of()), strict=True)
+
+
+def test_a_trainer_of_another_kind_trains_on_alone(tmp_path, caplog):
+    class Async:
+        """As TRL's AsyncGRPOTrainer: none of the methods that the mixin extends."""
+
+        def __init__(self, out):
+            self.args, self.state = SimpleNamespace(output_dir=str(out)), SimpleNamespace()
+            self.model, self.processing_class = SimpleNamespace(), None
+
+        def train(self):
+            return "trained"
+
+    class Mixed(LockstepMixin, Async):
+        pass
+
+    assert Mixed(tmp_path, correction=Correction.mis()).train() == "trained"
+    [record] = caplog.records
+    assert "training goes on: this trainer has no _generate_single_turn" in record.getMessage()
+    with pytest.raises(CapabilityError, match="has no _generate_single_turn"):
+        Mixed(tmp_path, strict=True)
 
 
 def test_another_release_of_trl_is_named_once_and_tried(tmp_path, caplog, monkeypatch):

@@ -183,10 +183,20 @@ def test_tensorboard_gets_every_number(tmp_path):
     pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
     record = RecordConfig(loggers=("tensorboard",))
     loggers = Loggers(record, run_path=tmp_path, config={}, warn=pytest.fail)
-    loggers.log({"step": 0, "reward/mean": 0.5, "train/loss": math.nan})
+    loggers.log({"step": 3, "reward/mean": 0.5, "train/loss": math.nan, "health/line": "turns cut"})
     loggers.close()
     (events,) = Path(tmp_path, "tensorboard").iterdir()
-    assert b"reward/mean" in events.read_bytes()
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    found = {
+        value.tag: (event.step, value.tensor, value.metadata.plugin_data.plugin_name)
+        for event in loader.EventFileLoader(str(events)).Load()
+        for value in event.summary.value
+    }
+    assert found["reward/mean"][0::2] == (3, "scalars")
+    assert found["reward/mean"][1].float_val[:] == [0.5]
+    assert found["health/line"][0::2] == (3, "text")
+    assert found["health/line"][1].string_val[:] == [b"turns cut"]
+    assert found.keys() == {"reward/mean", "train/loss", "health/line"}
 
 
 def test_prometheus_reads_the_latest_row(tmp_path):
@@ -196,9 +206,13 @@ def test_prometheus_reads_the_latest_row(tmp_path):
         address = "{}:{}".format(*taken.getsockname())
     record = RecordConfig(loggers=("prometheus",), prometheus=address)
     loggers = Loggers(record, run_path=tmp_path / "a", config={}, warn=pytest.fail)
-    loggers.log({"step": 0, "reward/mean": 0.25})
-    loggers.log({"step": 1, "reward/mean": 0.5, "eval/sampled/mean@4": 1.0})
+    held = {"health/alarms": 1, "health/cut_by_max_turns": 1, "health/line": "out of turns"}
+    loggers.log({"step": 0, "reward/mean": 0.25, **held})
+    healthy = {"health/alarms": 0, "health/line": 'a "quoted" line'}
+    loggers.log({"step": 1, "reward/mean": 0.5, "eval/sampled/mean@4": 1.0, **healthy})
     wanted = {
+        'lockstep_health_alarms{run="a"} 0.0',
+        'lockstep_health_line{run="a",text="a \\"quoted\\" line"} 1.0',
         'lockstep_reward_mean{run="a"} 0.5',
         'lockstep_eval_sampled_mean_4{run="a"} 1.0',
         'lockstep_step{run="a"} 1.0',

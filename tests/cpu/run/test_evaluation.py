@@ -2,8 +2,21 @@
 
 import pytest
 
+import lockstep
+from lockstep.agent.task_config import TaskConfig
+from lockstep.config import resolve
+from lockstep.errors import ConfigError, DataError
+from lockstep.recipes import find_recipe
 from lockstep.run.episodes import evaluation_metrics, with_interval
+from lockstep.run_config import EvaluationSet
+from lockstep.store.run import load_run
 from lockstep.types import Group, Task, Trajectory
+
+HOPS = ("evaluation.sets.hops.task=docsearch", "evaluation.sets.hops.task.two_hop_share=1")
+SMALL = (
+    "steps=1", "groups_per_step=1", "group_size=2", "agent.max_turn_tokens=8", "contract=none",
+    "evaluation.num_tasks=2", "evaluation.at_start=false", "checkpoint.every=0",
+)  # fmt: skip
 
 
 def group(name, *rewards):
@@ -45,3 +58,55 @@ def test_more_samples_of_one_task_do_not_narrow_the_interval():
 
 def test_one_task_has_no_interval():
     assert with_interval("eval/x", [0.5]) == {"eval/x": 0.5}
+
+
+# -- several sets --------------------------------------------------------------------------------
+
+
+def test_each_set_has_its_own_tasks_and_sampling(tmp_path):
+    sets = (
+        *HOPS, "evaluation.sets.hops.num_tasks=3", "evaluation.sets.hops.num_samples=2",
+        "evaluation.sets.hops.temperature=0.5", "evaluation.sets.calm.temperature=0",
+        "evaluation.sets.calm.num_tasks=1",
+    )  # fmt: skip
+    config = resolve(find_recipe("quickstart"), [*SMALL, *sets])
+    run = load_run(lockstep.train(config, out=tmp_path / "run"))
+    figures = {name for row in run.metrics for name in row if name.startswith("eval/")}
+    assert {"eval/sampled/mean@1", "eval/greedy/mean@1", "eval/calm/mean@1"} <= figures
+    assert {"eval/hops/mean@2", "eval/hops/pass@2", "eval/hops/reward/2-hop"} <= figures
+    assert "eval/hops/reward/1-hop" not in figures
+    assert {*run.splits()} == {"train", "sampled", "greedy", "hops", "calm"}
+    [step] = run.steps(split="hops")
+    played = {
+        name: [r.task.id for r in run.trajectories(step, split=name)] for name in run.splits()
+    }
+    assert len(played["hops"]) == 6 and len({*played["hops"]}) == 3
+    assert played["calm"] == played["greedy"][:1] and {*played["greedy"]} == {*played["sampled"]}
+
+
+def test_a_set_of_tasks_is_checked_before_the_run(tmp_path):
+    settings = [*SMALL, *HOPS, "evaluation.sets.hops.task.docs=nowhere"]
+    with pytest.raises((ConfigError, DataError), match="nowhere"):
+        lockstep.train(resolve(find_recipe("quickstart"), settings), out=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("evaluation.sets.greedy.num_tasks=1", "evaluation.sets.greedy: the name is taken"),
+        ("evaluation.sets.a.temperature=-1", "temperature"),
+        ("evaluation.sets.a.num_samples=0", "num_samples"),
+    ],
+)
+def test_a_set_that_cannot_be_is_refused(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(find_recipe("quickstart"), [setting])
+
+
+class _TwoSeats(TaskConfig):
+    SEATS = ("first", "second")
+
+
+def test_a_set_has_no_seats():
+    with pytest.raises(ConfigError, match="played from the seats first, second"):
+        EvaluationSet(task=_TwoSeats())

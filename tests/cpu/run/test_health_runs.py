@@ -108,10 +108,14 @@ def test_what_eats_the_learning_is_said_on_the_console_in_metrics_trackers_repor
     for trigger, text in expected.items():
         assert rows[-1][f"health/{trigger}"] == 1
         assert tracked[-1][f"health/{trigger}"] == 1
+        assert text in tracked[-1]["health/line"], "the sentences of all triggers that hold"
         assert f"warning: {text}" in printed, "in full, at the step where it begins"
         plain = text.partition(", for example")[0]
         for place in (shown, outcome.summary["health"], printed.splitlines()):
             assert any(f": {plain}" in line for line in place)
+    first = next(row["health/line"] for row in tracked if "health/line" in row)
+    assert first == "ok", "no trigger holds after one step"
+    assert not any("health/line" in row for row in rows), "metrics.jsonl has numbers"
     assert "  health: " in next(line for line in printed.splitlines() if "step 1/2" in line)
 
 
@@ -121,7 +125,8 @@ def test_one_setting_switches_it_off(tmp_path, capsys):
     printed, rows = capsys.readouterr().out, load_run(outcome).metrics
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert "health" not in printed and "warning" not in printed
-    assert not any(key.startswith("health/") for row in rows for key in row)
+    tracked = sys.modules["trackio"].rows
+    assert not any(key.startswith("health/") for row in [*rows, *tracked] for key in row)
     assert "health" not in outcome.summary and report["runs"][0]["health"] == []
 
 

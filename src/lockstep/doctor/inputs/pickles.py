@@ -235,22 +235,21 @@ def _of_type(make: Any, _type: Any, args: Any, _state: Any) -> Any:
 
 
 def _skyrl_batch(_: Any, state: Any) -> dict[str, Any]:
-    """SkyRL's TensorBatch, whose tensors are bytes: its columns, the prompt of each row by number,
-    and the rows at its end that only fill it."""
-    columns: dict[str, Any] = {}
+    """SkyRL's TensorBatch, whose tensors are bytes: its columns, and the prompt of each row by
+    number, without the rows at its end that only fill it."""
+    about, columns = state["metadata"], dict[str, Any]()
+    size = state["batch_size"] - about.get("pad_size", 0)
     for name, packed in state["batch_dict"].items():
         if packed is None or packed["format"] == "tensor_list":  # images
             continue
         raw = packed["data"]
         if packed["format"] == "torch":
-            columns[name] = read_torch(raw, name)
+            columns[name] = read_torch(raw, name)[:size]
         else:
-            columns[name] = np.frombuffer(raw, packed["dtype"]).reshape(packed["shape"])
-    about = state["metadata"]
+            columns[name] = np.frombuffer(raw, packed["dtype"]).reshape(packed["shape"])[:size]
     ends = [end for _, end in about.get("policy_prompt_boundaries", ())]
-    size, filled = state["batch_size"], about.get("pad_size", 0)
     columns["prompt"] = np.searchsorted(ends, np.arange(size), "right") if ends else None
-    return columns | {"is_padding": np.arange(size) >= size - filled}
+    return columns
 
 
 def _range(*args: int) -> range:

@@ -226,6 +226,14 @@ class BatchDump(FileDump):
     """(values by the names of the batch, place, number, fields of `Rows`) -> the row, or none."""
 
     @classmethod
+    def is_own(cls, path: Path) -> bool:
+        return is_torch_file(path) and mentions(path, cls.keys)
+
+    def rows_in(self, path: Path) -> Iterator[Row]:
+        saved = read_torch(path) if is_torch_file(path) else read_pickle(path)
+        return self.rows_of(saved, path, step=step_in(path))
+
+    @classmethod
     def _last(cls, batch: Any, where: object) -> Any:
         """The column of replies, or DataError for anything but a batch."""
         parts = [batch.get(name) if isinstance(batch, dict) else None for name in cls.keys]
@@ -261,13 +269,6 @@ class TrlDump(BatchDump):
     # (docs/doctor-dumps.md). Prompts are padded on the left and completions on the right. The
     # sampler's log-probs are of vLLM, or of a rollout_func; the trainer's, before the update.
     format: ClassVar[str] = "trl"
-
-    @classmethod
-    def is_own(cls, path: Path) -> bool:
-        return is_torch_file(path) and mentions(path, cls.keys)
-
-    def rows_in(self, path: Path) -> Iterator[Row]:
-        return self.rows_of(read_torch(path), path, step=step_in(path))
 
     @classmethod
     def live(cls, batch: Mapping[str, Any], *, step: int, group_size: int = 0) -> Live:
@@ -443,29 +444,16 @@ class SkyRlDump(BatchDump):
     def is_own(cls, path: Path) -> bool:
         return is_pickle(path) and b"skyrl" in head_of(path)
 
-    def rows_in(self, path: Path) -> Iterator[Row]:
-        yield from self.rows_of(read_pickle(path), path, step=step_in(path))
-
     @classmethod
     def row_of(  # pyright: ignore[reportIncompatibleVariableOverride]
         cls, source: dict[str, Any], where: str, number: int, **known: Any
     ) -> Iterator[Row]:
-        if source.get("is_padding"):
-            return
         ids = ids_of(source["sequences"], f"{where}: sequences")
         is_there = floats_of(source["attention_mask"], len(ids), f"{where}: attention_mask") > 0
         mask = source["response_mask"]
         kept = floats_of(mask, len(mask), f"{where}: response_mask") > 0
-        known |= {"groups": source.get("prompt"), "routed_experts": _skyrl_routes(source, is_there)}
+        known["groups"] = source.get("prompt")
         yield cls.row(source, where, ids[is_there], kept=kept, **known)
-
-
-def _skyrl_routes(source: dict[str, Any], is_there: BoolArray) -> Array | None:
-    """[T, L, K], -1 where the engine told none; None if the batch does not say where that is."""
-    routes, is_lost = (source.get(n) for n in ("rollout_expert_indices", "router_padding_mask"))
-    if routes is None or is_lost is None:
-        return None
-    return np.where(is_lost[:, None, None], -1, routes.astype(np.int16))[is_there]
 
 
 class ArealDump(BatchDump):
@@ -476,17 +464,14 @@ class ArealDump(BatchDump):
     # `prox_logp` one place before it.
     format: ClassVar[str] = "areal"
 
-    @classmethod
-    def is_own(cls, path: Path) -> bool:
-        return is_torch_file(path) and mentions(path, cls.keys)
-
     def rows_in(self, path: Path) -> Iterator[Row]:
         saved = read_torch(path)
         content = saved if isinstance(saved, dict) else {}
         batch, version = content.get("batch"), whole(content.get("version"))
         for number, sampled in enumerate(batch if isinstance(batch, list) else [None]):
-            where = f"{path}: trajectory {number}"
-            rows = self.rows_of(sampled, where, step=version, groups=number)
+            rows = self.rows_of(
+                sampled, f"{path}: trajectory {number}", step=version, groups=number
+            )
             for place, row in enumerate(rows):
                 row.row_id = row_name(version, f"{number}.{place}")
                 yield row
@@ -500,8 +485,8 @@ class ArealDump(BatchDump):
         if (following := numbers(source.get("prox_logp"))) is not None:
             source["prox_logp"] = np.append(np.nan, following[:-1])
         known |= {"prompt_lengths": None, "rewards": source.get("rewards")}
-        version = known["steps"]
-        yield cls.row(source, where, ids[kept], kept=kept, trainer_version=version, **known)
+        known["trainer_version"] = known["steps"]
+        yield cls.row(source, where, ids[kept], kept=kept, **known)
 
 
 class SlimeDump(FileDump):
@@ -625,15 +610,11 @@ def _samples(content: dict[str, Any]) -> list[Any] | None:
     size = len(shard["tokens"])
     content["raw_reward"] = shard.get("raw_reward")
     lists = {n: v for n, v in shard.items() if isinstance(v, list | range) and len(v) == size}
-    places = lists.get("partition", _places(lists, content.get("rank")))
+    places = lists.get("partition", [f"rank{content.get('rank')}/{i}" for i in range(size)])
     return [
         {name: values[i] for name, values in lists.items()} | {"rollout_position": places[i]}
         for i in range(size)
     ]
-
-
-def _places(shard: Mapping[str, Any], rank: Any) -> list[str]:
-    return [f"rank{rank}/{i}" for i in range(len(shard["tokens"]))]
 
 
 def _slime_routes(routes: Array | None, size: int, where: str) -> Array | None:

@@ -117,17 +117,6 @@ def test_missing_log_probs_are_named_with_the_setting_that_records_them(save):
     assert "off_policy_correction" in dump.lacks["trainer_logprobs"]
 
 
-def test_experts_are_read_where_the_engine_told_them(save):
-    routes = torch.tensor([[[[2, 1]]] * 5, [[[0, 1]]] * 5, [[[0, 1]]] * 5], dtype=torch.uint8)
-    lost = torch.tensor([[0, 0, 0, 0, 1], [1, 0, 0, 0, 1], [1] * 5]).bool()
-    dump = open_dump(save(rollout_expert_indices=routes, router_padding_mask=lost))
-    [rows] = dump.chunks()
-    assert dump.facts.is_moe
-    expected = [[2, 1]] * 4 + [[-1, -1]] + [[0, 1]] * 3 + [[-1, -1]]
-    assert rows.routed_experts[:, 0].tolist() == expected
-    assert open_dump(save(rollout_expert_indices=routes)).facts.is_moe is None
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
