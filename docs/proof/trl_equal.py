@@ -63,7 +63,11 @@ def write_small_model(directory: Path, *, width: int = 64) -> Path:
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
         initializer_range=0.1, eos_token_id=1, pad_token_id=0, tie_word_embeddings=True,
     )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(directory)
+    model = Qwen3ForCausalLM(config)
+    # transformers begins with a pad id of zeros, of which a norm makes gradients of thousands, and
+    # gives its row none; the decoder gives it what the loss says.
+    model.model.embed_tokens.weight.data[0].normal_(std=config.initializer_range)
+    model.save_pretrained(directory)
     tokenizer().save_pretrained(directory)
     return directory
 

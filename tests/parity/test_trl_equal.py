@@ -10,10 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lockstep.correction import Correction
+from lockstep.errors import CapabilityError
 from lockstep.integrations.trl import Sampler
 
+ADDED = ("lockstep_row", "sampling_per_token_logps")
+"""Columns of a batch that the mixin adds."""
 ROOT = Path(__file__).resolve().parents[2]
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 for name in ("trl", "datasets", "pandas", "peft"):
@@ -63,6 +67,54 @@ def test_both_sides_of_grpo_have_equal_numbers_and_so_has_the_reference(model, t
     logged = trainer.state.log_history
     assert logged[0]["kl"] == 0.0 and logged[2]["kl"] > 0
     assert [row["doctor/causes"] for row in logged[:3]] == [0.0] * 3
+
+
+def test_the_gradient_of_a_batch_is_the_one_that_trl_computes_with_its_own_model(
+    model, tmp_path, monkeypatch
+):
+    settings = {"max_steps": 1, "gradient_accumulation_steps": 2, "learning_rate": 0.0}
+    parts = {"settings": settings, "lora": True}
+    ours = proof.make_trainer(model, tmp_path / "ours", **parts)
+    own = proof.make_trainer(model, tmp_path / "own", is_alone=True, **parts)
+    theirs, mine = (
+        {n: p for n, p in t.model.named_parameters() if p.requires_grad} for t in (own, ours)
+    )
+    assert theirs.keys() == mine.keys()
+    with torch.no_grad():
+        for name, parameter in theirs.items():
+            mine[name].copy_(parameter.normal_(0.0, 0.05))
+    seen, found = [], {}
+
+    def keep(self, model, inputs, *args, **more):
+        seen.append({k: v for k, v in inputs.items() if k not in ADDED})
+        return compute(self, model, inputs, *args, **more)
+
+    compute = type(ours)._compute_loss
+    monkeypatch.setattr(type(ours), "_compute_loss", keep)
+    clock = proof.Clock()
+    clock.on_pre_optimizer_step = lambda *_, **__: found.update(
+        {name: p.grad.clone() for name, p in mine.items()}
+    )
+    ours.add_callback(clock)
+    ours.train()
+    own.model.train()
+    own.current_gradient_accumulation_steps = len(seen)
+    for inputs in seen:
+        own._compute_loss(own.model, inputs).backward()
+    assert len(seen) == 2 and sum(float(p.grad.square().sum()) for p in theirs.values()) > 1e-3
+    for name, parameter in theirs.items():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_the_decoder_without_the_mixin_is_told_what_is_missing(model, tmp_path):
+    from lockstep.integrations.causal_lm import LockstepForCausalLM
+
+    trainer = proof.make_trainer(
+        model, tmp_path, is_alone=True, settings={"max_steps": 1}, rollout_func=Sampler(),
+        model=LockstepForCausalLM.from_pretrained(model),
+    )  # fmt: skip
+    with pytest.raises(CapabilityError, match="LockstepMixin"):
+        trainer.train()
 
 
 def test_an_adapter_of_peft_keeps_them_equal_with_gradient_checkpointing(model, tmp_path):
