@@ -29,13 +29,13 @@ CEILINGS = {
     "engines, sync, launch": 9_004,
     "agent": 6_866,
     "learn: training, correction, objectives": 5_193,
-    "doctor": 7_728,
+    "doctor": 7_651,
     "integrations": 1_241,
     "store, observe, report": 2_810,
     "environments and recipes": 3_763,
     "testing": 1_547,
-    "tests": 60_821,
-    "proofs and benchmarks": 10_433,
+    "tests": 60_820,
+    "proofs and benchmarks": 10_435,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling
 follows."""

@@ -320,7 +320,7 @@ def test_a_learning_rate_that_nobody_gives_follows_the_model(tmp_path, capsys, w
 BAD = {
     "a misspelt setting": (["train", "quickstart", "stepz=3"], "Did you mean 'steps=3'"),
     "a misspelt recipe": (["train", "quikstart"], "Did you mean 'quickstart'"),
-    "no recipe": (["train"], "which recipe?"),
+    "no recipe": (["train"], "which recipe, as in"),
     "a task for a recipe": (["train", "mcp"], "task=mcp as a setting"),
     "control characters": (["train", "quick\x1b[2Jstart"], "x1b[2Jstart"),
     "a wrong type": (["train", "quickstart", "steps=ten"], "steps: expected int, found 'ten'"),

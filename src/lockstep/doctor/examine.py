@@ -205,14 +205,10 @@ def examine(
 def _explain(out: Examination, view: View, *, is_live: bool) -> None:
     """Adds the hypotheses' findings: of the gap that facts leave."""
     setting = view.setting
-    numbers = [side[np.isfinite(side)] for side in (view.sampler, view.trainer)]
-    step = max(map(step_of, numbers))
+    step = max(step_of(side[np.isfinite(side)]) for side in (view.sampler, view.trainer))
     # Two numbers that were rounded one by one differ by step^2 / 6 in the mean square.
     limit = out.limit = max(limit_of(setting, view.rows), step**2 / 12)
-    lowest = {float(side.min(initial=0.0)) for side in numbers}
-    floor = lowest.pop() if len(lowest) == 1 else -np.inf  # a fact clamped both
-    scale = float(np.sqrt(2 * max(limit, DENSE_BAND[0])))
-    view = replace(view, step=step, floor=floor, scale=scale)
+    view = replace(view, step=step, scale=float(np.sqrt(2 * max(limit, DENSE_BAND[0]))))
     left = out.unexplained_k2
 
     def is_enough(view: View) -> bool:

@@ -41,9 +41,6 @@ MIN_SHARE = 0.1
 TIE = 0.02
 """Share that makes no difference: two hypotheses explain equally well, or a bound holds. The error
 of a share in a sample of 32,768 tokens is about 1 %."""
-WIDER = 4.0
-"""Ratio of two scales at which the gap is judged: one of 0.045 nats, and 0.18 beside noise of
-another cause, still far below FAR."""
 MAX_CAUSES = 3
 """Rounds: two causes, and one more to see that nothing is left."""
 CHUNK = 4
@@ -73,8 +70,6 @@ class View:
     """Nats that numerics make: sqrt(2 k2) at the limit of k2 (`examine.limit_of`)."""
     step: float = 0.0
     """Distance of neighbouring numbers of a side that was rounded; 0 if neither was."""
-    floor: float = -np.inf
-    """Bound that both sides' log-probs were clamped at."""
     above: Float64Array | float = 0.0
     """[N] log-probs of the input that the sampler had, minus the row's: of the causes so far."""
 
@@ -91,11 +86,7 @@ class View:
     @property
     def plain(self) -> Float64Array:
         """[N] log-probs that both sides should have, by the model and the causes so far."""
-        return self.bounded(self.model.plain(self.rows)) + self.above
-
-    def bounded(self, values: Float64Array) -> Float64Array:
-        """Log-probs of the model as the sides would store them."""
-        return np.maximum(values, self.floor)
+        return self.model.plain(self.rows) + self.above
 
     @property
     def sampler(self) -> Float64Array:
@@ -321,7 +312,6 @@ def judge(view: View, hypothesis: Hypothesis, predictions: Sequence[Prediction])
             gains += counted[int(parts[:, 1 - f].sum(1).argmax()), f]
     best = int(fitted.sum(1).argmax())
     prediction = predictions[best]
-    luck = prediction.chance / (1 - prediction.chance)  # of what it does not explain
     lost = [-gain.sum() > Z * gain.std() * np.sqrt(num) for gain in parts.sum(1)]
     left = residual(view, prediction)
     hit = np.ones(len(rows), np.bool_)
@@ -333,7 +323,7 @@ def judge(view: View, hypothesis: Hypothesis, predictions: Sequence[Prediction])
         hypothesis=hypothesis,
         prediction=prediction,
         gains=gains,
-        lucky=luck * (whole - gains) * ((gains > 0) | (not prediction.is_of_rows)),
+        lucky=prediction.chance * whole * ((gains > 0) | (not prediction.is_of_rows)),
         whole=whole,
         row=row,
         hit=hit,
@@ -387,36 +377,19 @@ def explain(
         # Numeric noise hides a defect only if it is exact, and float32 none.
         if is_enough(view) and (out.causes or size(view.rows.gap) <= 1e-9):
             break
-        seen = view
-        named = _named(seen, hypotheses, out, least=0.8 if is_enough(view) else 0.0)
-        if not named and is_enough(view):  # a repair that gives the very numbers shows in noise too
-            seen = replace(view, scale=view.scale / WIDER)
-            repairs = [h for h in hypotheses if h.basis == "repair"]
-            named = _named(seen, repairs, out, least=0.8)
-        elif not named:  # noise of another cause may hide what a repair does
-            seen = replace(view, scale=view.scale * WIDER)
-            named = _named(seen, hypotheses, out)
+        found = _round(view, hypotheses, out)
+        least = 0.8 if is_enough(view) else 0.0
+        named = [j for j in found if j.is_beyond_chance and j.certain_share >= least]
+        named = [j for j in named if j.cause not in {c.cause for c, *_ in out.causes}]
         if not named:
             break
-        first, rivals = _simplest(seen, named)
+        first, rivals = _simplest(view, named)
         out.rivals[first.cause] = sorted({j.cause for j in rivals} - {first.cause})
         view = repaired(view, first)
         after = _k2(view)
         share = max(before - after, 0.0) / whole
         out.causes.append((first, share, 2 * first.error * share))
     return out
-
-
-def _named(
-    view: View, hypotheses: Sequence[Hypothesis], out: Explanation, *, least: float = 0.0
-) -> list[Judged]:
-    """Causes that explain more than chance does. least: share that they must explain."""
-    known = {judged.cause for judged, *_ in out.causes}
-    return [
-        j
-        for j in _round(view, hypotheses, out)
-        if j.is_beyond_chance and j.certain_share >= least and j.cause not in known
-    ]
 
 
 def _simplest(view: View, named: Sequence[Judged]) -> tuple[Judged, list[Judged]]:

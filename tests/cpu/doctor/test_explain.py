@@ -5,7 +5,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,11 +24,7 @@ from lockstep.doctor.explain import (
     repaired,
 )
 from lockstep.doctor.findings import Setting
-from lockstep.doctor.hypotheses.respelled import same_text
-from lockstep.doctor.rows import Rows
 from lockstep.errors import ConfigError
-from lockstep.models.locate import locate_model
-from lockstep.renderers.tokenizer import Tokenizer
 
 
 def causes(rows, **facts):
@@ -135,67 +130,13 @@ def test_log_probs_of_other_tokens_are_explained_by_nothing_that_is_nearer_to_th
     assert named == [] and found.headline.startswith("unexplained: k2 ")
 
 
-def of_other_spellings():
-    """(rows, log-probs of replies that had one token more, as they are laid onto the rows)."""
+def test_ids_of_other_spellings_are_aligned_with_their_log_probs():
     rows = make_rows(60)
     values = rows.rollout_logprobs.reshape(60, -1).copy()
     for row in values:
         for begin, end in ((10, 50), (70, 110)):
             row[begin + 12 : end - 1] = row[begin + 13 : end]  # one token less from here on
-    return rows, values.reshape(-1)
-
-
-def test_ids_of_other_spellings_are_aligned_with_their_log_probs():
-    assert causes(sampled(*of_other_spellings()))[0][0] == "reencoded"
-
-
-def test_noise_and_bounds_do_not_hide_other_spellings():
-    rows, values = of_other_spellings()
-    noise = np.random.default_rng(2).normal(0, 0.2, rows.num_tokens)
-    assert "reencoded" in causes(sampled(rows, np.minimum(values + noise, 0)))[0]
-    assert set(causes(sampled(rows, np.maximum(values, -2)))[0]) == {"clamped", "reencoded"}
-
-
-@pytest.mark.parametrize("has_same_text", [True, False])
-def test_the_model_tells_text_that_was_encoded_again_from_text_that_changed(has_same_text):
-    tokenizer = Tokenizer.from_file(locate_model("tiny-qwen3"))
-    id_of = {piece: id_ for id_, piece in enumerate(tokenizer.all_token_bytes())}
-    words = tokenizer.encode(" the number of the answer is then another number than before" * 3)
-
-    def numbers(ids):
-        """Log-probs of a model that looks at a token and the two before it."""
-        keys = np.array([0, 0, *ids], np.uint64)
-        mixed = (keys[2:] * 7919 + keys[1:-1] * 104729 + keys[:-2] * 1299709) % 1009
-        return -mixed.astype(np.float64) / 200
-
-    def drawn_at(cut):
-        """The numbers of a reply that had two tokens there."""
-        piece = tokenizer.token_bytes(words[cut])
-        pair = [id_of.get(piece[:1]), id_of.get(piece[1:])]
-        if None in pair:
-            return plain
-        other = pair if has_same_text else [pair[1], pair[0]]
-        return numbers([5, *words[:cut], *other, *words[cut + 1 :]])[:size]
-
-    ids, size = np.array([5, *words], np.int32), len(words) + 1
-    plain = numbers(ids)
-    every = map(drawn_at, range(8, 20))
-    drawn = next(found for found in every if np.abs(found - plain)[np.argmax(found != plain)] > 1)
-    mask = np.arange(size) > 0
-    rows = Rows(
-        row_ids=tuple(map(str, range(8))), offsets=np.arange(9) * size,
-        token_ids=np.tile(ids, 8), loss_mask=np.tile(mask, 8),
-        rollout_logprobs=np.tile(np.where(mask, drawn, np.nan), 8).astype(np.float32),
-        trainer_logprobs=np.tile(np.where(mask, plain, np.nan), 8).astype(np.float32),
-    )  # fmt: skip
-
-    def score(rows, chosen, of):
-        return np.concatenate([numbers(rows.token_ids[at]) for at in rows.slices])
-
-    model = SimpleNamespace(max_tokens=1 << 16, loaded=lambda rows: None, score=score)
-    view = View(rows=rows, setting=Setting(model=model, tokenizer=tokenizer))
-    assert same_text(view) == has_same_text
-    assert same_text(replace(view, setting=Setting(tokenizer=tokenizer))) is None
+    assert causes(sampled(rows, values.reshape(-1)))[0][0] == "reencoded"
 
 
 def test_rows_that_are_moved_by_one_are_told_from_rows_of_other_spellings():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.doctor.facts.base import FAR, MAX_SHIFT, MIN_EQUAL, Contradiction, Repair, fact
+from lockstep.doctor.facts.base import FAR, MAX_SHIFT, MIN_EQUAL, Contradiction, fact
 from lockstep.doctor.findings import MIN_TOKENS, MOST, Setting
 from lockstep.doctor.rows import SIDES, Rows
 from lockstep.types import MAX_LOGPROB, Float32Array
@@ -99,22 +99,20 @@ def rounded(values: npt.NDArray[Any], grid: str) -> npt.NDArray[np.float32]:
 def grid(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     for who, name, values, other in sides(rows):
         if found := on_grid(values[rows.loss_mask]):
-            repair = None if other is None else _of_other(name, partial(rounded, grid=found))
+            theirs = next(n for n in SIDES.values() if n != name)
+            repair = partial(_round_other, name=theirs, grid=found) if other is not None else None
             note = f"all of the {who}'s log-probs are numbers of {found}"
             begin, end = rows.runs(rows.loss_mask)
             yield Contradiction("quantised", note, begin, end, repair=repair)
 
 
-def _of_other(name: str, change: Callable[[Float32Array], Float32Array]) -> Repair:
-    """The rows with the other side's numbers changed as one side's were: what else is wrong with
-    these then still shows."""
-    theirs = next(n for n in SIDES.values() if n != name)
-    return lambda rows: rows.with_(**{theirs: change(getattr(rows, theirs))})
+def _round_other(rows: Rows, *, name: str, grid: str) -> Rows:
+    return rows.with_(**{name: rounded(getattr(rows, name), grid)})
 
 
 @fact("repeated", claim="no number stands in place of different log-probs")
 def repeated(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
-    for who, name, values, other in sides(rows):
+    for who, _, values, other in sides(rows):
         is_known = rows.loss_mask & np.isfinite(values)
         known = values[is_known]
         if len(known) < MIN_EQUAL or on_grid(known):
@@ -151,6 +149,4 @@ def repeated(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
             sign = same.astype(np.float64) - alike
             more = np.bincount(rows.span_of + 1, sign)
             basis = "shown" if is_bound or int(more.max()) > MAX_SHIFT else "fit"
-            is_repaired = is_bound and other is not None
-            repair = _of_other(name, partial(np.maximum, value)) if is_repaired else None
-            yield Contradiction(cause, note, *rows.runs(is_denied), basis=basis, repair=repair)
+            yield Contradiction(cause, note, *rows.runs(is_denied), basis=basis)

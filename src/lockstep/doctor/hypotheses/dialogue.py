@@ -226,7 +226,7 @@ def kept_messages(view: View) -> Iterator[Prediction]:
             predicted = moved(rows, values, np.concatenate(listed), by)
             yield Prediction(
                 text=f"drawn after a history of {text}, and laid {-by:+d} places off",
-                sampler=recorded - view.bounded(predicted) + view.bounded(model.plain(rows)),
+                sampler=recorded - predicted + model.plain(rows),
             )
 
 

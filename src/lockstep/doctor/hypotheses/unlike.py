@@ -145,9 +145,6 @@ def rest_of(view: View, found: Explanation) -> tuple[str, str, float] | None:
         cause, part = _noise(view, side, d / np.sqrt(spread), numeric, steady)
         if cause:
             return cause, f"the {side} differs from the model each time in another way", part
-    named = {judged.cause for judged, *_ in found.causes}
-    if any(judged.hypothesis.name == "hypotheses/respelled" for judged, *_ in found.causes):
-        return None  # the ids that were drawn are not in the row: the model cannot score them
     told = f"the {side} deviates from the model alike in equal contexts"
     if side == "trainer":
         cause = "after_update" if _follows_advantages(rows, d) else "other_weights"
@@ -159,6 +156,7 @@ def rest_of(view: View, found: Explanation) -> tuple[str, str, float] | None:
         is_early = (units[early] ** 2 > limit).any(1)
     if not is_own or view.setting.tokenizer is None or is_early.mean() < 1 - MOST / 2:
         return None  # no other prompt was tried; what begins inside of replies is of other ids
+    named = {judged.cause for judged, *_ in found.causes}
     read = [j for j in found.tried.values() if j.hypothesis.basis == "repair"]
     if any(j.share > j.chance and j.cause not in named for j in read):
         told = "another prompt explains a part of what the sampler deviates by"

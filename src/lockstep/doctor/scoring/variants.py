@@ -86,7 +86,7 @@ def _values(view: View, variant: Variant, chosen: Int64Array) -> Float64Array:
 
 
 def prediction(view: View, variant: Variant, values: Float64Array, side: str) -> Prediction:
-    above = view.bounded(values) - view.bounded(view.model.plain(view.rows))
+    above = values - view.model.plain(view.rows)
     return Prediction.of_side(
         side,
         getattr(view, side) - above,
