@@ -81,7 +81,7 @@ class Source:
         logprobs = [np.full(len(row), np.nan, np.float32) for row in rows]
         routes: list[npt.NDArray[np.int16] | None] = [None for _ in rows]
         read = [self._read(row) for row in rows]
-        for batch in pack(read, plan_microbatches(read, MICROBATCH_TOKENS).rows):
+        for batch in pack(read, plan_microbatches(read, MICROBATCH_TOKENS)):
             routing = Routing() if decoder.config.is_moe else None
             with torch.no_grad():
                 hidden = decoder(batch.ids, batch.positions, batch.context, routing)
@@ -120,7 +120,7 @@ class Source:
             trained, lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
         )
         read = [self._read(row) for row in rows]
-        batches = list(pack(read, plan_microbatches(read, MICROBATCH_TOKENS).rows))
+        batches = list(pack(read, plan_microbatches(read, MICROBATCH_TOKENS)))
         num_trained = sum(row.num_trained for row in rows)
         for _ in range(num_updates):
             optimizer.zero_grad()

@@ -30,16 +30,15 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RendererError
-from lockstep.renderers.base import Constraint, TokenIds, grammar_of, json_rule
+from lockstep.renderers.base import Constraint, TokenIds, TurnRenderer, grammar_of, json_rule
 from lockstep.renderers.calls import call_text, function_json
 from lockstep.renderers.config import ChatMLConfig
 from lockstep.renderers.jinja.formats import CallFormat
 from lockstep.renderers.jinja.marks import Marks
 from lockstep.renderers.jinja.reader import ShapeReader
 from lockstep.renderers.jinja.shape import Shape, Thinking
-from lockstep.renderers.pieces import Piece, encode_pieces
+from lockstep.renderers.pieces import Piece, encode_pieces, split_system
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.renderers.turn_renderer import TurnRenderer
 from lockstep.types import Message, ToolSchema
 
 _TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
@@ -104,12 +103,10 @@ class ChatMLRenderer(ShapeReader, TurnRenderer):
     def _prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Piece]:
         """As the Qwen3 template renders it with a generation prompt. A developer message is written
         as a system message: ChatML has no developer role."""
-        rest = list(messages)
-        system: list[Piece] = []
-        if rest and rest[0].role in ("system", "developer"):
-            system.append(rest.pop(0).content)
-        elif not self._thinks:
-            system.append(QWEN25_SYSTEM)
+        words, rest = split_system(messages)
+        if words is None and not self._thinks:
+            words = QWEN25_SYSTEM
+        system: list[Piece] = [] if words is None else [words]
         if tools and self.config.tools_in_prompt:
             system += [*(["\n\n"] if system else []), *self._tools_pieces(tools)]
         if system:

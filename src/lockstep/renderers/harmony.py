@@ -21,11 +21,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.errors import RendererError
-from lockstep.renderers.base import Constraint, TokenIds, grammar_of, json_rule
+from lockstep.renderers.base import Constraint, TokenIds, TurnRenderer, grammar_of, json_rule
 from lockstep.renderers.config import HarmonyConfig
-from lockstep.renderers.pieces import Piece, encode_pieces, split_ids
+from lockstep.renderers.pieces import Piece, encode_pieces, split_ids, split_system
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.renderers.turn_renderer import TurnRenderer
 from lockstep.renderers.typescript import tools_text
 from lockstep.types import Message, ToolCall, ToolSchema
 
@@ -85,10 +84,7 @@ class HarmonyRenderer(TurnRenderer):
         if self.config.system_message:
             system_text = _system_text(self.config, has_tools=bool(declared))
             pieces += self._block("system", system_text)
-        rest = list(messages)
-        instructions: str | None = None
-        if rest and rest[0].role in ("system", "developer"):
-            instructions = rest.pop(0).content
+        instructions, rest = split_system(messages)
         if instructions is not None or declared:
             pieces += self._block("developer", self._developer_text(instructions, declared))
         return [*pieces, *self._follow_up(_without_dropped_thinking(rest, self.config.thinking))]

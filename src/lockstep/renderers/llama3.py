@@ -35,12 +35,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RendererError
-from lockstep.renderers.base import TokenIds
+from lockstep.renderers.base import TokenIds, TurnRenderer
 from lockstep.renderers.calls import call_text, function_json, read_call_list, read_whole_call
 from lockstep.renderers.config import Llama3Config
-from lockstep.renderers.pieces import Piece, cut_at, split_turn, text_of
+from lockstep.renderers.pieces import Piece, cut_at, split_system, split_turn, text_of
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.renderers.turn_renderer import TurnRenderer
 from lockstep.types import Message, ToolCall, ToolSchema
 
 _TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
@@ -89,10 +88,7 @@ class Llama3Renderer(TurnRenderer):
 
     def _prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Piece]:
         declared = tools if self.config.tools_in_prompt else ()
-        rest = list(messages)
-        system: str | None = None
-        if rest and rest[0].role in ("system", "developer"):
-            system = rest.pop(0).content.strip()
+        system, rest = split_system(messages)
         listed = "".join(
             f"{json.dumps(function_json(tool), ensure_ascii=False, indent=4)}\n\n"
             for tool in declared
@@ -103,7 +99,7 @@ class Llama3Renderer(TurnRenderer):
             head += _TEXTS["in_system_message"] + listed
         pieces: list[Piece] = [self._begin]
         if head or system is not None:
-            pieces += self._block("system", head + (system or ""))
+            pieces += self._block("system", head + (system or "").strip())
         if is_in_user_message:
             if not rest or rest[0].role != "user":
                 found = rest[0].role if rest else "nothing"

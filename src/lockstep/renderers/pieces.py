@@ -71,6 +71,13 @@ def cut_at(
     return text_of(tokenizer, parts), None, problem
 
 
+def split_system(messages: Sequence[Message]) -> tuple[str | None, list[Message]]:
+    """(words of the system or developer message that comes first, all other messages)."""
+    if messages and messages[0].role in ("system", "developer"):
+        return messages[0].content, list(messages[1:])
+    return None, list(messages)
+
+
 def refuse_replies(messages: Iterable[Message]) -> None:
     """Raises RendererError if an assistant message is among the messages after a sampled turn."""
     if any(message.role == "assistant" for message in messages):

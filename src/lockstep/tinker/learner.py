@@ -127,10 +127,10 @@ class TinkerLearner(Learner):
         totals, logprobs = Sums(), dict[int, npt.NDArray[np.float32]]()
         inputs = {i: datum.token_ids for i, datum in enumerate(request.data)}
         lengths = {i: len(datum) for i, datum in enumerate(request.data)}
-        plan = plan_forest(inputs, lengths, self.config.max_tokens_per_microbatch)
+        parts = plan_forest(inputs, lengths, self.config.max_tokens_per_microbatch)
         try:
-            for rows in plan.rows:
-                batch = self._pack_data({row: request.data[row] for row in rows}, loss)
+            for part in parts:
+                batch = self._pack_data({row: request.data[row] for row in part.rows}, loss)
                 logprobs |= self._run(batch, loss, totals, is_forward_only=request.is_forward_only)
         except BaseException as error:
             self._drop_gradients()

@@ -84,7 +84,10 @@ class CheckpointStore(Checkpoints):
                 ) from error
             metric = metric if metric is not None and math.isfinite(metric) else None
             manifest = {"format_version": FORMAT_VERSION, "step": step, "metric": metric}
-            files = {name: list(entry) for name, entry in _digest_files(unfinished).items()}
+            files = {
+                file.relative_to(unfinished).as_posix(): [file.stat().st_size, sha256_of(file)]
+                for file in sorted(p for p in unfinished.rglob("*") if p.is_file())
+            }
             write_json(unfinished / MANIFEST, {**manifest, "files": files})
             sync_tree(unfinished)
             replace_directory(unfinished, target, aside=self.root / f".{target.name}.replaced")
@@ -123,11 +126,3 @@ class CheckpointStore(Checkpoints):
                 doomed = path.with_name(f".{path.name.strip('.')}.deleted")
                 os.replace(path, doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _digest_files(directory: Path) -> dict[str, tuple[int, str]]:
-    """relative path -> (bytes, sha256) of every file below."""
-    return {
-        file.relative_to(directory).as_posix(): (file.stat().st_size, sha256_of(file))
-        for file in sorted(p for p in directory.rglob("*") if p.is_file())
-    }

@@ -81,19 +81,6 @@ class Part:
     """Log-probs that the rows ask for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The micro-batches of a batch. Ranks take them in this order, in turn."""
-
-    parts: list[Part]
-    num_distinct: int
-    """Distinct tokens of the whole batch: what one micro-batch without end would compute."""
-
-    @property
-    def rows(self) -> list[list[int]]:
-        return [part.rows for part in self.parts]
-
-
 @dataclass(slots=True)
 class _Branching:
     """A place where rows part."""
@@ -110,9 +97,9 @@ def plan_forest(
     *,
     routes: Mapping[int, Routes] | None = None,
     num_ranks: int = 1,
-) -> Plan:
+) -> list[Part]:
     """Divides rows, by number, into parts of at most `max_tokens` distinct tokens and `max_tokens`
-    log-probs. Deterministic.
+    log-probs. Deterministic. Ranks take the parts in this order, in turn.
 
     From the leaves to the roots, the branches of a place are joined again, the largest first, each
     into the first part that has room. Tokens that they share count once in a part. So a tree that
@@ -125,9 +112,9 @@ def plan_forest(
     >>> lists = [1, 2, 3, 4], [1, 2, 3, 5], [9]
     >>> rows = {i: np.array(row, np.int32) for i, row in enumerate(lists)}
     >>> plan = plan_forest(rows, dict.fromkeys(rows, 1), 6)
-    >>> plan.rows, [part.num_tokens for part in plan.parts], plan.num_distinct
-    ([[0, 1, 2]], [6], 6)
-    >>> plan_forest(rows, dict.fromkeys(rows, 1), 4).rows
+    >>> [(part.rows, part.num_tokens) for part in plan]
+    [([0, 1, 2], 6)]
+    >>> [part.rows for part in plan_forest(rows, dict.fromkeys(rows, 1), 4)]
     [[0], [1], [2]]
     """
     numbers = list(rows)
@@ -136,29 +123,28 @@ def plan_forest(
     )
     order, shared = [numbers[at] for at in found[0]], found[1]
     sizes = {i: len(row) for i, row in rows.items()}
-    num_distinct = sum(sizes.values()) - sum(shared)
 
-    def plan_for(budget: int) -> Plan:
+    def plan_for(budget: int) -> list[Part]:
         parts = _grow(order, shared, sizes, num_trained, budget)
         for part in parts:
             # Neighbours have similar lengths, which is fast in attention.
             part.rows.sort(key=lambda i: (-sizes[i], i))
-        return Plan(parts=parts, num_distinct=num_distinct)
+        return parts
 
     plan = plan_for(max_tokens)
     if num_ranks == 1 or not numbers:
         return plan
     # As many micro-batches as fill the rounds, each as small as that number allows.
-    most = -(-len(plan.parts) // num_ranks) * num_ranks
+    most = -(-len(plan) // num_ranks) * num_ranks
     low, high = max(sizes.values()) - 1, max_tokens
     while high - low > 1:
         middle = (low + high) // 2
         smaller = plan_for(middle)
-        if len(smaller.parts) <= most:
+        if len(smaller) <= most:
             plan, high = smaller, middle
         else:
             low = middle
-    plan.parts.sort(key=lambda part: -part.num_tokens)  # ranks compute like parts at a time
+    plan.sort(key=lambda part: -part.num_tokens)  # ranks compute like parts at a time
     return plan
 
 

@@ -234,7 +234,7 @@ class Learner:
         max_tokens = self.config.max_tokens_per_microbatch + num_unread
         plan = plan_microbatches(samples, max_tokens, routes=routes, num_ranks=num_ranks)
         return pack(
-            samples, plan.rows, device=self.device, routes=routes, rank=rank, num_ranks=num_ranks
+            samples, plan, device=self.device, routes=routes, rank=rank, num_ranks=num_ranks
         )
 
     # -- checkpoints ----------------------------------------------------------------------------

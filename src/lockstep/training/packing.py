@@ -17,7 +17,7 @@ import torch
 
 from lockstep.errors import AlignmentError, ConfigError, TokenError
 from lockstep.ops.context import PackedContext, Support, to_device
-from lockstep.training.forest import Plan, plan_forest, share_beginnings, sort_rows
+from lockstep.training.forest import plan_forest, share_beginnings, sort_rows
 from lockstep.types import COLUMNS, UNKNOWN_EXPERT, Int64Array, Ragged, Sample, listed_ids
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def plan_microbatches(
     *,
     routes: Sequence[npt.NDArray[np.int16]] | None = None,
     num_ranks: int = 1,
-) -> Plan:
+) -> list[list[int]]:
     """The rows of each micro-batch: every row with something to train, once. See `plan_forest`.
 
     routes: as for `pack`. Raises ConfigError naming the row that is longer than `max_tokens`.
@@ -153,13 +153,14 @@ def plan_microbatches(
                 f"at least {len(sample)}, or lower the tokens of an episode."
             )
         rows[i] = _inputs(sample)
-    return plan_forest(
+    parts = plan_forest(
         rows,
         {i: samples[i].num_trained for i in rows},
         max_tokens,
         routes=None if routes is None else {i: routes[i][: len(ids)] for i, ids in rows.items()},
         num_ranks=num_ranks,
     )
+    return [part.rows for part in parts]
 
 
 def count_inputs(samples: Sequence[Sample]) -> tuple[int, int]:

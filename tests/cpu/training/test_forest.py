@@ -40,14 +40,13 @@ def test_a_plan_has_every_row_once_within_the_budget(lists, budget, num_ranks, t
     rows = rows_of(lists)
     num_trained = dict(zip(rows, trained, strict=False))
     plan = plan_forest(rows, num_trained, budget, num_ranks=num_ranks)
-    assert sorted(row for part in plan.rows for row in part) == sorted(rows)
-    assert plan.num_distinct == num_distinct(rows.values())
-    for part in plan.parts:
+    assert sorted(row for part in plan for row in part.rows) == sorted(rows)
+    for part in plan:
         assert part.num_tokens == num_distinct(rows[row] for row in part.rows) <= budget
         assert part.num_trained == sum(num_trained[row] for row in part.rows) <= budget
         lengths = [len(rows[row]) for row in part.rows]
         assert lengths == sorted(lengths, reverse=True)
-    assert plan.rows == plan_forest(rows, num_trained, budget, num_ranks=num_ranks).rows
+    assert plan == plan_forest(rows, num_trained, budget, num_ranks=num_ranks)
 
 
 @given(FORESTS, st.integers(8, 40))
@@ -58,7 +57,7 @@ def test_a_tree_that_fits_is_computed_once(lists, budget):
     for root in {row[0] for row in lists}:
         tree = {number for number, row in rows.items() if row[0] == root}
         if num_distinct(rows[number] for number in tree) <= budget:
-            assert sum(not tree.isdisjoint(part.rows) for part in plan.parts) == 1
+            assert sum(not tree.isdisjoint(part.rows) for part in plan) == 1
 
 
 def first_fit(lengths, room):
@@ -77,7 +76,7 @@ def first_fit(lengths, room):
 def test_rows_that_share_nothing_are_packed_by_first_fit(lengths, budget):
     rows = {i: np.arange(n, dtype=np.int32) + 100 * i for i, n in enumerate(lengths)}
     plan = plan_forest(rows, dict.fromkeys(rows, 0), budget)
-    assert plan.rows == first_fit(dict(enumerate(lengths)), budget)
+    assert [part.rows for part in plan] == first_fit(dict(enumerate(lengths)), budget)
 
 
 def group(prompt, replies, first=1000):
@@ -92,8 +91,8 @@ def test_groups_are_not_spread_over_micro_batches():
     groups = [group(np.arange(200) + 300 * g, [20] * 4, 2000 * (g + 1)) for g in range(4)]
     rows = dict(enumerate(row for of_task in zip(*groups, strict=True) for row in of_task))
     plan = plan_forest(rows, dict.fromkeys(rows, 20), 300)
-    assert [part.num_tokens for part in plan.parts] == [280] * 4
-    assert sum(part.num_tokens for part in plan.parts) == plan.num_distinct == 1120
+    assert [part.num_tokens for part in plan] == [280] * 4
+    assert num_distinct(rows.values()) == 4 * 280
     # as before, by length: one row per micro-batch, 16 * 220 tokens
     assert len(first_fit({i: len(row) for i, row in rows.items()}, 300)) == 16
 
@@ -104,8 +103,8 @@ def test_a_tree_over_the_budget_is_split_near_its_root():
     right = group(np.r_[prompt, 300:350], [10] * 5, 3000)
     rows = dict(enumerate([*left, *right]))
     plan = plan_forest(rows, dict.fromkeys(rows, 10), 200)
-    assert sorted(sorted(part) for part in plan.rows) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    assert [part.num_tokens for part in plan.parts] == [200, 200]
+    assert sorted(sorted(part.rows) for part in plan) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert [part.num_tokens for part in plan] == [200, 200]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -113,14 +112,14 @@ def test_ranks_compute_like_numbers_of_distinct_tokens(num_ranks):
     """A group of 16: its prompt is computed on each rank, its replies on one."""
     rows = dict(enumerate(group(np.arange(2048), [256] * 16)))
     plan = plan_forest(rows, dict.fromkeys(rows, 256), 100_000, num_ranks=num_ranks)
-    assert [part.num_tokens for part in plan.parts] == [2048 + 16 // num_ranks * 256] * num_ranks
+    assert [part.num_tokens for part in plan] == [2048 + 16 // num_ranks * 256] * num_ranks
 
 
 def test_rows_that_share_nothing_leave_no_rank_idle():
     rows = {i: np.arange(50 + i, dtype=np.int32) + 1000 * i for i in range(8)}
     plan = plan_forest(rows, dict.fromkeys(rows, 1), 100_000, num_ranks=4)
-    assert [len(part.rows) for part in plan.parts] == [2] * 4
-    assert plan_forest({}, {}, 100, num_ranks=4).parts == []
+    assert [len(part.rows) for part in plan] == [2] * 4
+    assert plan_forest({}, {}, 100, num_ranks=4) == []
 
 
 def test_a_chain_of_a_thousand_turns_is_planned():
@@ -128,7 +127,7 @@ def test_a_chain_of_a_thousand_turns_is_planned():
     whole = np.arange(3000, dtype=np.int32)
     rows = {i: whole[: 3 * (i + 1)] for i in range(1000)}
     plan = plan_forest(rows, dict.fromkeys(rows, 3), 3000)
-    assert [part.num_tokens for part in plan.parts] == [3000]
+    assert [part.num_tokens for part in plan] == [3000]
 
 
 def test_other_routes_are_other_tokens():
@@ -138,5 +137,6 @@ def test_other_routes_are_other_tokens():
     other[1] = 5
     rows = {0: ids, 1: ids.copy()}
     plan = plan_forest(rows, {0: 1, 1: 1}, 5, routes={0: routes, 1: other})
-    assert plan.num_distinct == plan.parts[0].num_tokens == 5
-    assert plan_forest(rows, {0: 1, 1: 1}, 4, routes={0: routes, 1: other}).rows == [[0], [1]]
+    assert [(part.rows, part.num_tokens) for part in plan] == [([0, 1], 5)]
+    split = plan_forest(rows, {0: 1, 1: 1}, 4, routes={0: routes, 1: other})
+    assert [part.rows for part in split] == [[0], [1]]

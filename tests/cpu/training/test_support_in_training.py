@@ -44,7 +44,7 @@ def samples(draw):
 def test_every_trained_token_keeps_its_own_support(rows, budget, num_updates):
     for part in split_updates(rows, num_updates):
         seen = 0
-        for batch in pack(part, plan_microbatches(part, budget).rows):
+        for batch in pack(part, plan_microbatches(part, budget)):
             found = batch.ragged["support"]
             places = np.concatenate(batch.places)
             names = batch.columns["turn"].tolist()

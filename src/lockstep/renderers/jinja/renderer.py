@@ -89,16 +89,13 @@ class JinjaRenderer(ShapeReader):
         self.text_tools = {"text_tools": {"place": place, "role": role}} if place else {}
         self.proof: TemplateProof | None = None
         with self._template.probed():
-            return self._examined(finder)
-
-    def _examined(self, finder: ShapeFinder) -> str:
-        self.shape = finder.find()
-        self._set_stops(self.shape.stop, self.shape.call_stop)
-        opening, header = self._ids(self.shape.opening), self._ids(self.shape.header)
-        # Nothing if no token ends where the header does.
-        begun = opening[len(header) :] if opening[: len(header)] == header else ()
-        self.thinking_opening: tuple[int, ...] = tuple(begun)
-        self.proof = prove(self)
+            self.shape = finder.find()
+            self._set_stops(self.shape.stop, self.shape.call_stop)
+            opening, header = self._ids(self.shape.opening), self._ids(self.shape.header)
+            # Nothing if no token ends where the header does.
+            begun = opening[len(header) :] if opening[: len(header)] == header else ()
+            self.thinking_opening: tuple[int, ...] = tuple(begun)
+            self.proof = prove(self)
         if problem := self.proof.unsupported.get(TAKES_TOOLS, ""):
             self._set_stops(self.shape.stop)
             problem = f"the template cannot {TAKES_TOOLS}: {problem}"
