@@ -44,7 +44,7 @@ SETTINGS = 350
 SLACK = 20
 """Lines that a room may be below its ceiling."""
 ROOMS = {
-    "nouns: types, errors, config": "types errors config display habits dialogues __init__",
+    "nouns: types, errors, config": "types errors config display habits dialogues tables __init__",
     "tinker": "tinker tinker_config",
     "run": "run run_config memory model_server supervised verbs cli",
     "renderers": "renderers",

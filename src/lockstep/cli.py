@@ -12,7 +12,6 @@ import signal
 import sys
 import textwrap
 import threading
-import tomllib
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, islice
@@ -52,6 +51,7 @@ from lockstep.errors import (
 )
 from lockstep.habits import COMMAND_LINE, VERBS, hint
 from lockstep.observe.live import ViewKind
+from lockstep.tables import tables_beside
 
 T = TypeVar("T")
 
@@ -779,7 +779,7 @@ def _indent(text: str) -> str:
 
 # -- the parser -----------------------------------------------------------------------------------
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_TABLES = tables_beside(__file__)
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "train": _train,

@@ -38,6 +38,7 @@ thing. A message names the expected value, the found value, the place and the ne
 """
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 MAX_ERROR_CHARS = 2000
 """Characters of a foreign error's text that are kept."""
@@ -218,6 +219,13 @@ class MissingExtraError(LockstepError, ImportError):
             f"{needed_for} needs the package {package!r}, which is not installed. "
             f"Install it with: pip install 'lockstep-rl[{extra}]'"
         )
+
+
+def require_package(module: str, *, extra: str, needed_for: str) -> None:
+    """Raises MissingExtraError unless the package of a module is installed."""
+    if find_spec(module) is None:
+        package = module.replace("_", "-")
+        raise MissingExtraError.of(package, extra=extra, needed_for=needed_for)
 
 
 def printable(text: str) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import difflib
 import re
-import tomllib
 from collections.abc import Iterable
-from pathlib import Path
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+from lockstep.tables import tables_beside
+
+_TABLES = tables_beside(__file__)
 """habits.toml, which explains each table: our word -> theirs, separated by blanks."""
 
 

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import math
 import os
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from lockstep.engines.config import GPU_SHARE, EmbeddedConfig
 from lockstep.errors import ConfigError
@@ -26,6 +24,7 @@ from lockstep.models.shapes import Shapes, decoder_shapes, num_elements
 from lockstep.ops.contract import CHUNK, DELTA_WORK_BYTES
 from lockstep.run_config import Config, ModelChoice, SupervisedConfig
 from lockstep.system import available_bytes
+from lockstep.tables import tables_beside
 from lockstep.training.config import TrainerConfig, frozen_names
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -52,9 +51,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 Parts = Mapping[str, int]
 """Use of memory -> bytes, largest first."""
 
-LOWERED_BY: Mapping[str, str] = tomllib.loads(
-    Path(__file__).with_suffix(".toml").read_text("utf-8")
-)
+LOWERED_BY: Mapping[str, str] = tables_beside(__file__)
 """Use of memory -> the settings that make it smaller."""
 
 

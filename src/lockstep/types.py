@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, cast
 
 import numpy as np
@@ -30,6 +28,7 @@ from lockstep.errors import (
     named,
     shortened,
 )
+from lockstep.tables import tables_beside
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = ("system", "developer", "user", "assistant", "tool")
@@ -691,7 +690,7 @@ class ColumnSpec:
     fed to the model has an entry, not only the trained tokens."""
 
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_TABLES = tables_beside(__file__)
 COLUMNS: dict[str, ColumnSpec] = {
     name: ColumnSpec(**fields) for name, fields in _TABLES["columns"].items()
 }

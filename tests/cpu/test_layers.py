@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "lockstep"
 
 ROWS = [
-    ["errors", "habits", "system"],
+    ["errors", "habits", "system", "tables"],
     ["display"],
     ["types", "children", "config"],
     ["dialogues", "ops", "renderers", "observe", "store", "launch"],

@@ -14,7 +14,6 @@ import re
 import statistics
 import string
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from lockstep.agent.scoring import Scored, ScorerConfig, accepted_answers
 from lockstep.config import check_numbers, require
 from lockstep.engines.http import HttpClient
 from lockstep.errors import ConfigError, EngineError, JudgeError, ServerRefusedError
+from lockstep.tables import tables_beside
 from lockstep.types import Message, Task
 
 MAX_PAUSE_SECONDS = 30.0
@@ -35,7 +35,7 @@ MAX_CHARS = 20_000
 to the judge."""
 FIELDS = ("rubric", "question", "answer", "reference", "dialogue", "low", "high")
 
-_TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_TEXTS = tables_beside(__file__)
 PROMPT: str = _TEXTS["prompt"]
 PROTOCOL: str = _TEXTS["protocol"]
 CONTROL = re.compile(

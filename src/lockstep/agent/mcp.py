@@ -23,14 +23,13 @@ import threading
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from lockstep.agent.json_schema import schema_problem, simplified
 from lockstep.agent.tools import Tool, ToolFailure, ToolOutput
 from lockstep.config import did_you_mean
-from lockstep.errors import ConfigError, LockstepError, MissingExtraError, ToolServerError
+from lockstep.errors import ConfigError, LockstepError, ToolServerError, require_package
 
 T = TypeVar("T")
 
@@ -390,8 +389,7 @@ def _words(error: BaseException) -> str:
 def _background_loop() -> asyncio.AbstractEventLoop:
     """One loop in a thread of its own: a connection outlives the event loop of a training step, and
     the SDK ties it to the loop that opened it."""
-    if find_spec("mcp") is None:
-        raise MissingExtraError.of("mcp", extra="mcp", needed_for="an MCP server")
+    require_package("mcp", extra="mcp", needed_for="an MCP server")
     # Many servers log to their output; the SDK must not print a traceback for each line.
     logging.getLogger("mcp").addHandler(logging.NullHandler())
     runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)

@@ -6,11 +6,11 @@ classes were fixed before the doctor was tried on anything.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
+
+from lockstep.tables import tables_beside
 
 Room = Literal["tokens", "template", "values", "numerics", "noise", "training"]
 
@@ -43,10 +43,10 @@ ENGINES = ("vllm", "sglang", "transformers")
 """The programs of `in_engines`; all others are trainers."""
 
 
-def _read(text: str) -> dict[str, Cause]:
-    """The causes of a TOML text, in its order."""
+def _read(tables: Mapping[Any, Any]) -> dict[str, Cause]:
+    """The causes of the tables of rooms, in their order."""
     found: dict[str, Cause] = {}
-    for room, causes in cast("dict[Room, Any]", tomllib.loads(text)).items():
+    for room, causes in tables.items():
         for name, told in causes.items():
             programs = told.pop("in", {})
             in_engines = {p: programs.pop(p) for p in list(programs) if p in ENGINES}
@@ -56,7 +56,7 @@ def _read(text: str) -> dict[str, Cause]:
     return found
 
 
-CAUSES: dict[str, Cause] = _read(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+CAUSES: dict[str, Cause] = _read(tables_beside(__file__))
 """Every cause by name; `add_cause` adds a plugin's."""
 
 

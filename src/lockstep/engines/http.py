@@ -23,10 +23,10 @@ from weakref import WeakKeyDictionary
 from lockstep.errors import (
     ConfigError,
     EngineError,
-    MissingExtraError,
     ServerRefusedError,
     ServerSilentError,
     ServerUnreachableError,
+    require_package,
 )
 
 CONNECT_SECONDS = 10.0
@@ -134,11 +134,9 @@ class HttpClient:
         self, method: str, path: str, body: Mapping[str, Any] | None
     ) -> AsyncIterator[Any]:
         """An answer with a good status. Raises the errors of this module, also while it is read."""
-        try:
-            import aiohttp
-        except ImportError:
-            needed_for = f"engine {self.name}"
-            raise MissingExtraError.of("aiohttp", extra="http", needed_for=needed_for) from None
+        require_package("aiohttp", extra="http", needed_for=f"engine {self.name}")
+        import aiohttp
+
         where = self._where(method, path)
         limits = aiohttp.ClientTimeout(
             total=None, sock_connect=CONNECT_SECONDS, sock_read=self.request_seconds

@@ -25,7 +25,7 @@ from lockstep.agent.tasks import GeneratedSource, TaskSource
 from lockstep.agent.tools import Tool, ToolLimits, ToolOutput, ToolRunner, unreadable
 from lockstep.config import check_numbers, did_you_mean
 from lockstep.engines.http import HttpClient
-from lockstep.errors import ConfigError, MissingExtraError, ToolServerError
+from lockstep.errors import ConfigError, ToolServerError, require_package
 from lockstep.types import Message, Task
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -217,10 +217,9 @@ class OpenEnvEnvironment(Environment):
 
     async def _opened(self, sent: Mapping[str, Any]) -> Mapping[str, Any]:
         """Opens a session and returns its first observation. Waits for a free session."""
-        try:
-            import aiohttp
-        except ImportError:
-            raise MissingExtraError.of("aiohttp", extra="http", needed_for="task=openenv") from None
+        require_package("aiohttp", extra="http", needed_for="task=openenv")
+        import aiohttp
+
         self._http = aiohttp.ClientSession()
         url = self.config.url.rstrip("/") + "/ws"
         deadline = asyncio.get_running_loop().time() + self.config.queue_seconds

@@ -12,11 +12,10 @@ import subprocess
 import sys
 import sysconfig
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from lockstep.errors import ConfigError, MissingExtraError
+from lockstep.errors import ConfigError, MissingExtraError, require_package
 
 Device = Literal["cpu", "cuda"]
 
@@ -66,8 +65,7 @@ def check_gpu(setting: str) -> None:
             f"{_dotted(LEAST_CAPABILITY)} or newer (A100, RTX 30 and later). Choose another GPU of "
             "this machine with CUDA_VISIBLE_DEVICES=N, or device=cpu."
         )
-    if find_spec("triton") is None:
-        raise MissingExtraError.of("triton", extra="cuda", needed_for=setting)
+    require_package("triton", extra="cuda", needed_for=setting)
     found = version("triton")
     if tuple(int(part) for part in found.split(".")[:2]) < LEAST_TRITON:
         raise ConfigError(

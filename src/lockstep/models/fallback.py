@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lockstep.errors import CapabilityError, CheckpointError, MissingExtraError
+from lockstep.errors import CapabilityError, CheckpointError, require_package
 from lockstep.models.config import FallbackConfig
 from lockstep.models.hf_io import (
     copy_companions,
@@ -241,12 +241,9 @@ def load_fallback(
     transformers itself would fill with random numbers.
     """
     config = FallbackConfig.from_directory(directory)
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError:
-        raise MissingExtraError.of(
-            "transformers", extra="transformers", needed_for="fallback=true"
-        ) from None
+    require_package("transformers", extra="transformers", needed_for="fallback=true")
+    from transformers import AutoModelForCausalLM
+
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, local_files_only=True, output_loading_info=True

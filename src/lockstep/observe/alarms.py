@@ -7,14 +7,13 @@ the trackers, the report and the end of a run all show what `judge` and `spells`
 from __future__ import annotations
 
 import math
-import tomllib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.resources import files
 from typing import Any, Literal, get_args
 
 from lockstep.observe.metrics import is_step_row
+from lockstep.tables import tables_beside
 
 Architecture = Literal["dense", "moe"]
 Level = Literal["unmeasured", "ok", "notice", "warning", "critical"]
@@ -167,10 +166,7 @@ class Trigger:
 
 
 TRIGGERS = tuple(
-    Trigger(name=name, **row)
-    for name, row in tomllib.loads(
-        files("lockstep.observe").joinpath("triggers.toml").read_text("utf-8")
-    ).items()
+    Trigger(name=name, **row) for name, row in tables_beside(__file__, "triggers.toml").items()
 )
 """The table of `triggers.toml`. Guard: tests/cpu/observe/test_health.py."""
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 import re
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.errors import DataError
+from lockstep.tables import tables_beside
 from lockstep.types import Group, Sample
 
 _log = logging.getLogger(__name__)
@@ -42,8 +41,8 @@ _COPIES = {"mismatch_after/": "After the update: ", "mismatch_averaged/": "Avera
 """Room with the same metrics as mismatch/ -> what begins their meaning."""
 
 
-def _read(text: str) -> list[Metric]:
-    """The metrics of a TOML text: a table for each room, an array for each metric."""
+def _read(tables: Mapping[str, Any]) -> list[Metric]:
+    """The metrics of tables: one for each room, with an array for each metric."""
 
     def of_room(room: str, rows: Mapping[str, Sequence[Any]], begin: str = "") -> list[Metric]:
         return [
@@ -52,7 +51,7 @@ def _read(text: str) -> list[Metric]:
         ]
 
     found: list[Metric] = []
-    for room, rows in tomllib.loads(text).items():
+    for room, rows in tables.items():
         found += of_room(room, rows)
         if room == "mismatch/":
             del rows["support_bias"]  # measured once
@@ -60,7 +59,7 @@ def _read(text: str) -> list[Metric]:
     return found
 
 
-METRICS = tuple(_read(Path(__file__).with_suffix(".toml").read_text("utf-8")))
+METRICS = tuple(_read(tables_beside(__file__)))
 """All metrics, in reading order. An exact name wins over a family."""
 
 _EXACT = {metric.name: metric for metric in METRICS if "*" not in metric.name}

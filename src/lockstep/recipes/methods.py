@@ -3,15 +3,14 @@ both."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lockstep.config import did_you_mean, nested, overlaid
 from lockstep.errors import ConfigError
 from lockstep.run_config import Config
+from lockstep.tables import tables_beside
 
 BATCHES_PER_STEP = 10
 """Batches that DAPO draws at most for one step, the first included (verl's recipe of it)."""
@@ -46,7 +45,7 @@ class Method:
 
 METHODS = {
     name: Method(name, table.pop("source"), table)
-    for name, table in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).items()
+    for name, table in tables_beside(__file__).items()
 }
 
 

@@ -3,9 +3,7 @@ registers all kinds of tasks and sandboxes."""
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lockstep.agent.judge
@@ -23,8 +21,9 @@ import lockstep.envs.verifiers.config  # noqa: F401
 from lockstep.config import from_settings, merged
 from lockstep.recipes.registry import recipe, supervised_recipe
 from lockstep.run_config import Config, SupervisedConfig
+from lockstep.tables import tables_beside
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_TABLES = tables_beside(__file__)
 _BY_NAME: dict[str, dict[str, Any]] = {**_TABLES["settings"], **_TABLES["train"], **_TABLES["sft"]}
 
 

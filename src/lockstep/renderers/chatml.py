@@ -24,9 +24,7 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RendererError
@@ -39,9 +37,10 @@ from lockstep.renderers.jinja.reader import ShapeReader
 from lockstep.renderers.jinja.shape import Shape, Thinking
 from lockstep.renderers.pieces import Piece, encode_pieces, split_system
 from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.tables import tables_beside
 from lockstep.types import Message, ToolSchema
 
-_TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_TEXTS = tables_beside(__file__)
 QWEN25_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")

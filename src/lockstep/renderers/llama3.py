@@ -29,9 +29,7 @@ test_llama3_template_parity.py compares with it and lists every difference.
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RendererError
@@ -40,9 +38,10 @@ from lockstep.renderers.calls import call_text, function_json, read_call_list, r
 from lockstep.renderers.config import Llama3Config
 from lockstep.renderers.pieces import Piece, cut_at, split_system, split_turn, text_of
 from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.tables import tables_beside
 from lockstep.types import Message, ToolCall, ToolSchema
 
-_TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_TEXTS = tables_beside(__file__)
 _KEY = "parameters"
 _IGNORED = ("type",)  # the models often write the tool's "type": "function" with the call
 

@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.errors import RendererError
+from lockstep.tables import tables_beside
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_TABLES = tables_beside(__file__)
 MARKUP: frozenset[str] = frozenset(_TABLES["markup"])
 """Names of the tags that SentencePiece vocabularies use as text, from Gemma's list."""
 

@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 from lockstep.renderers.calls import load_json
 from lockstep.renderers.jinja.marks import unmarked
+from lockstep.tables import tables_beside
 from lockstep.types import ToolCall, ToolSchema
 
 
@@ -53,7 +52,7 @@ class TagDialect:
     """Text that is cut from both ends of a value."""
 
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_TABLES = tables_beside(__file__)
 DIALECTS = {name: TagDialect(**fields) for name, fields in _TABLES.items()}
 
 WORDS_BETWEEN = "a call has words between its parameters"

@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shlex
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ from lockstep.observe.metrics import held_out_label
 from lockstep.run.build import recipe_of
 from lockstep.store.checkpoints import step_of
 from lockstep.store.run import Run
+from lockstep.tables import tables_beside
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _NOT_SETTINGS = ("name", "model")
-_TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_TEXTS = tables_beside(__file__)
 
 
 def write_card(directory: Path, run: Run, *, checkpoint: str, hub: str) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +29,10 @@ from lockstep.errors import (
     ConfigError,
     DataError,
     LockstepError,
-    MissingExtraError,
     RendererError,
     RolloutError,
     RunError,
+    require_package,
 )
 from lockstep.launch.config import LocalPlacement
 from lockstep.launch.event_loop import run_to_end
@@ -547,8 +546,7 @@ def check_fallback(config: ModelChoice) -> None:
             problems.append("a critic is a decoder: name one with critic.model")
     if problems:
         raise ConfigError(f"fallback=true: {'; '.join(problems)}.")
-    if find_spec("transformers") is None:
-        raise MissingExtraError.of("transformers", extra="transformers", needed_for="fallback=true")
+    require_package("transformers", extra="transformers", needed_for="fallback=true")
 
 
 def choose_model_renderer(directory: Path, architecture: str, tokenizer: Tokenizer) -> Choice:
@@ -606,8 +604,7 @@ def _check_first_prompt(config: Config, model_files: ModelFiles, task: Any) -> N
         call = partial(guarded, seconds=config.agent.max_seconds, setting="agent.max_seconds")
         environment = await call(lambda: config.task.environment(task, config.agent))
         if isinstance(environment, Harness):  # its agent says the first word
-            if find_spec("aiohttp") is None:
-                raise MissingExtraError.of("aiohttp", extra="http", needed_for="the gateway")
+            require_package("aiohttp", extra="http", needed_for="the gateway")
             from lockstep.agent.gateway.listener import open_files
 
             if (log := open_files(config.gateway)[1]) is not None:

@@ -15,10 +15,8 @@ import math
 import operator
 import re
 import time
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +26,7 @@ import torch.nn.functional as F
 from torch.fx.node import map_aggregate
 
 from lockstep.objectives.losses import TokenBatch
+from lockstep.tables import tables_beside
 from lockstep.tinker.losses import Sums, wrong_input
 from lockstep.tinker.requests import TARGETS, Datum, TinkerError, invalid
 
@@ -48,10 +47,7 @@ MAX_INTEGER = 1 << 62
 # -- what a graph may call -------------------------------------------------------------------------
 
 _NAMES: Mapping[str, Sequence[str]] = {
-    table: names.split()
-    for table, names in tomllib.loads(
-        Path(__file__).with_suffix(".toml").read_text("utf-8")
-    ).items()
+    table: names.split() for table, names in tables_beside(__file__).items()
 }
 
 

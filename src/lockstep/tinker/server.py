@@ -9,16 +9,15 @@ from __future__ import annotations
 import hmac
 import logging
 import sqlite3
-import tomllib
 from collections.abc import Awaitable, Callable
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.listener import BodyTooLarge, Listener, Site, section, web
 from lockstep.agent.gateway.reading import Value, parsed
+from lockstep.tables import tables_beside
 from lockstep.tinker.futures import Reply
 from lockstep.tinker.requests import TinkerError, not_found
 from lockstep.tinker.service import TinkerService
@@ -28,8 +27,7 @@ from lockstep.tinker_config import client_key
 LOGGER = logging.getLogger(__name__)
 
 PREFIX = "/api/v1"
-_TABLES = Path(__file__).with_name("routes.toml").read_text("utf-8")
-ROUTES: dict[str, dict[str, Any]] = tomllib.loads(_TABLES)
+ROUTES: dict[str, dict[str, Any]] = tables_beside(__file__, "routes.toml")
 
 Answer = Callable[..., Any]
 """(body, variable parts of the path by name) -> JSON or a Reply, perhaps awaitable."""

@@ -6,11 +6,11 @@ refused. A field in no table is refused as well, because its sender expects some
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, cast
+
+from lockstep.tables import tables_beside
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Field:
 
 Fields = Mapping[str, Field]
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_TABLES = tables_beside(__file__)
 """Names of fields, separated by blanks -> treatment = about, and neutral."""
 
 

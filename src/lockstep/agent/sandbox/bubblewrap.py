@@ -15,7 +15,6 @@ import struct
 import subprocess
 import sys
 import sysconfig
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,12 +23,13 @@ from typing import Any, ClassVar, NamedTuple
 
 from lockstep.agent.sandbox.process import Launch, _ProcessConfig, inside_arguments
 from lockstep.errors import ConfigError
+from lockstep.tables import tables_beside
 
 PROBE_SECONDS = 60.0
 MIN_VERSION = (0, 7)
 """First version with `--size`."""
 NOBODY = 65534
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_TABLES = tables_beside(__file__)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,15 +17,15 @@ import re
 import shlex
 import tempfile
 import time
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from lockstep.agent.sandbox.base import CUT, Ending, ProgramResult, Sandbox, SandboxConfig
-from lockstep.errors import MissingExtraError, SandboxError
+from lockstep.errors import SandboxError, require_package
+from lockstep.tables import tables_beside
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_TABLES = tables_beside(__file__)
 DIALECT: str = _TABLES["dialect"]
 GRACE_SECONDS = 0.5
 """Seconds for the interpreter to end a program at its limit, before its process is killed."""
@@ -56,12 +56,9 @@ anything runs."""
 
 def require_monty() -> Any:
     """The package. Raises MissingExtraError without it."""
-    try:
-        import pydantic_monty
-    except ImportError as error:
-        raise MissingExtraError.of(
-            "pydantic-monty", extra="sandbox", needed_for="The sandbox monty"
-        ) from error
+    require_package("pydantic_monty", extra="sandbox", needed_for="The sandbox monty")
+    import pydantic_monty
+
     return pydantic_monty
 
 

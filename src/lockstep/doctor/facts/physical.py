@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lockstep.doctor.findings import FLOAT_NOISE, Finding, Setting
 from lockstep.doctor.rows import BoolArray, Float64Array
+from lockstep.tables import tables_beside
 
 THEIR_NAMES: Mapping[str, Sequence[str]] = {
-    ours: theirs.split()
-    for ours, theirs in tomllib.loads(
-        Path(__file__).with_name("metric_names.toml").read_text("utf-8")
-    ).items()
+    ours: theirs.split() for ours, theirs in tables_beside(__file__, "metric_names.toml").items()
 }
 """Our name of a metric -> the same figure in other programs."""
 ROUNDING = 1.001

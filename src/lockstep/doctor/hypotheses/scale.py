@@ -7,20 +7,17 @@ t/T - log(p^(1/T) + K^(1-1/T) (1-p)^(1/T)).
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lockstep.doctor.explain import TIE, Prediction, View, hypothesis
 from lockstep.doctor.rows import SIDES, Float64Array
+from lockstep.tables import tables_beside
 
-SETTINGS: Mapping[str, Sequence[Any]] = tomllib.loads(
-    Path(__file__).with_name("settings.toml").read_text("utf-8")
-)
+SETTINGS: Mapping[str, Sequence[Any]] = tables_beside(__file__, "settings.toml")
 """Setting -> values that are tried, the smallest first."""
 NUM_RIVALS = (1, 4, 16, 64, 256)
 """Rivals of a token, from a forced choice to free text."""

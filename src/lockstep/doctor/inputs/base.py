@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -13,6 +12,7 @@ import numpy as np
 
 from lockstep.doctor.rows import Rows
 from lockstep.doctor.run_facts import RunFacts
+from lockstep.tables import tables_beside
 
 CHUNK_TOKENS = 1 << 18
 """Tokens held in memory at a time: 20 bytes each, plus the arrays of the check that runs."""
@@ -24,9 +24,7 @@ _WORDS_BYTES = 16
 """Approximate bytes per token of the text in messages."""
 
 
-DECLARED: Mapping[str, Mapping[str, Any]] = tomllib.loads(
-    Path(__file__).with_name("formats.toml").read_text("utf-8")
-)
+DECLARED: Mapping[str, Mapping[str, Any]] = tables_beside(__file__, "formats.toml")
 """Format of a dump -> its declaration: attributes of its class."""
 HOW_TO_GET: Mapping[str, str] = DECLARED["any"]["why"]
 """Data that a check lacks -> how the writer of the input gets it, if the format does not say."""

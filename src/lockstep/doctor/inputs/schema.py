@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +12,7 @@ import pyarrow as pa
 from lockstep.config import from_dict
 from lockstep.doctor.inputs.base import Facts
 from lockstep.errors import ConfigError, DataError
+from lockstep.tables import tables_beside
 
 HEAD = "lockstep.doctor"
 """Key of the facts: in the metadata of a Parquet file, in the first line of a JSONL file."""
@@ -60,9 +59,7 @@ class Column:
 
 BY_NAME: Mapping[str, Column] = {
     name: Column(**{"name": name, "field": name} | told)
-    for name, told in tomllib.loads(
-        Path(__file__).with_name("columns.toml").read_text("utf-8")
-    ).items()
+    for name, told in tables_beside(__file__, "columns.toml").items()
 }
 COLUMNS = tuple(BY_NAME.values())
 REQUIRED = ("token_ids", "loss_mask")

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +25,7 @@ from lockstep.errors import RendererError
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.pieces import encode_pieces, first_difference
 from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.tables import tables_beside
 from lockstep.types import Int64Array, Message, ToolSchema
 
 Ids = list[int]
@@ -75,7 +74,7 @@ class Family:
         return text + (self.reply_opening if has_opening else "")
 
 
-_TEXTS = tomllib.loads(Path(__file__).with_name("families.toml").read_text("utf-8"))
+_TEXTS = tables_beside(__file__, "families.toml")
 FAMILIES = {name: Family(**told) for name, told in _TEXTS["formats"].items()}
 DEFAULT_SYSTEMS: list[str] = _TEXTS["default_systems"]
 MAX_HEADER = 24

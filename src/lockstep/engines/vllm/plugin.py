@@ -10,10 +10,8 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-import tomllib
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from lockstep.config import read_json
@@ -23,6 +21,7 @@ from lockstep.errors import CapabilityError, CheckpointError
 from lockstep.models.config import ModelConfig
 from lockstep.models.reading import FAMILIES
 from lockstep.ops.contract import TRUE_ON_POLICY
+from lockstep.tables import tables_beside
 
 ARCHITECTURE = "LockstepForCausalLM"
 """Name of the model in vLLM, for --hf-overrides."""
@@ -35,7 +34,7 @@ PACKAGE = "lockstep-rl"
 KNOWN_VERSIONS = ("0.32",)
 """Minor versions of vLLM whose interfaces the model, the cache and the sampler were tested with."""
 
-_STARTED_WITH = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_STARTED_WITH = tables_beside(__file__)
 
 NEEDS: list[dict[str, Any]] = _STARTED_WITH["decoder"]["needs"]
 """Values of vLLM's settings that the decoder needs."""

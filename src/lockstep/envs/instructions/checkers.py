@@ -13,21 +13,19 @@ from __future__ import annotations
 
 import json
 import re
-import tomllib
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from itertools import islice
-from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.config import did_you_mean
-from lockstep.errors import DataError, MissingExtraError
+from lockstep.errors import DataError, require_package
+from lockstep.tables import tables_beside
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_TABLES = tables_beside(__file__)
 _WORD = re.compile(r"\w+")
 
 
@@ -131,10 +129,7 @@ MAX_DETECTED_CHARS = 20_000
 
 def require_langdetect() -> None:
     """Raises MissingExtraError if the package is not installed."""
-    if find_spec("langdetect") is None:
-        raise MissingExtraError.of(
-            "langdetect", extra="instructions", needed_for="task.detector=langdetect"
-        )
+    require_package("langdetect", extra="instructions", needed_for="task.detector=langdetect")
 
 
 def detected_language(text: str) -> str | None:

@@ -7,17 +7,16 @@ There are two worlds: `full`, with all kinds of instructions, for a model that k
 from __future__ import annotations
 
 import random
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.envs.instructions.checkers import KINDS, LANGUAGES, SCRIPTS, instruction
+from lockstep.tables import tables_beside
 
 WorldName = Literal["small", "full"]
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_TABLES = tables_beside(__file__)
 TOPICS, THINGS = _TABLES["topics"].split("; "), _TABLES["things"].split("; ")
 _ONLY_WITH: dict[str, set[str]] = {kind: set(w) for kind, w in _TABLES["only_with"].items()}
 

@@ -6,7 +6,6 @@ is loaded.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from lockstep.agent.tasks import derive_seed
 from lockstep.envs.math.grading import Form, find_answer, why_ungradable
 from lockstep.errors import DataError
 from lockstep.store.tables import locate_data, read_rows
+from lockstep.tables import tables_beside
 
 BadRows = Literal["error", "drop"]
 
@@ -100,7 +100,7 @@ def _read_own(row: Mapping[str, Any], where: str) -> tuple[str, str]:
 _READERS = {"gsm8k": _read_gsm8k, "dapo": _read_dapo, "aime": _read_aime, "file": _read_own}
 PUBLIC: dict[str, PublicSource] = {
     name: PublicSource(read=_READERS[name], **table)
-    for name, table in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).items()
+    for name, table in tables_beside(__file__).items()
 }
 """Sources by the setting `task.source`."""
 

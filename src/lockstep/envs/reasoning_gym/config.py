@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
 from lockstep import errors
@@ -21,7 +20,7 @@ from lockstep.errors import (
     ChildRefusal,
     ChildTimeoutError,
     DataError,
-    MissingExtraError,
+    require_package,
 )
 from lockstep.types import Message, Task
 
@@ -100,10 +99,7 @@ class ReasoningGymConfig(HeldOutTasks):
 @cache
 def shared_child() -> Child:
     """The process that runs reasoning-gym for all tasks: the import is slow and large."""
-    if find_spec("reasoning_gym") is None:
-        raise MissingExtraError.of(
-            "reasoning-gym", extra="reasoning-gym", needed_for="task=reasoning-gym"
-        )
+    require_package("reasoning_gym", extra="reasoning-gym", needed_for="task=reasoning-gym")
     return Child.of_module(
         f"{__package__}.child",
         name="reasoning-gym",

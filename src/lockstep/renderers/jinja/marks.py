@@ -9,18 +9,17 @@ and the dialogue's, is text. Marks are removed before text is encoded.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 from lockstep.errors import RendererError
 from lockstep.renderers.pieces import Piece
 from lockstep.renderers.tokenizer import Tokenizer
+from lockstep.tables import tables_beside
 
 _CANDIDATES = range(0xE000, 0xF8FF)  # private use: no font, no language and no protocol has them
 _ESCAPE = re.compile(r"\\u([ef][0-9a-f]{3})", re.IGNORECASE)
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_TABLES = tables_beside(__file__)
 _PLAIN: frozenset[str] = frozenset(_TABLES["plain"])
 """Values that templates compare with; none of them is the whole name of a control token."""
 _PROTOCOL_KEYS: frozenset[str] = frozenset(_TABLES["protocol_keys"])

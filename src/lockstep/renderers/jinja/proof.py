@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from lockstep.errors import RendererError
 from lockstep.renderers.pieces import first_difference
 from lockstep.renderers.xml_calls import arguments_of
+from lockstep.tables import tables_beside
 from lockstep.types import Message, ToolSchema
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+_TABLES = tables_beside(__file__)
 _MESSAGES = {name: Message.from_dict(fields) for name, fields in _TABLES["messages"].items()}
 
 

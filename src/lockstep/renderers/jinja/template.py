@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 
 from lockstep.children import Child
@@ -14,8 +13,8 @@ from lockstep.errors import (
     ChildError,
     ChildRefusal,
     ChildTimeoutError,
-    MissingExtraError,
     RendererError,
+    require_package,
 )
 
 RENDER_SECONDS = 10.0  # a long dialogue takes about 10 ms
@@ -42,8 +41,7 @@ class ChatTemplate:
 
         Raises RendererError if the template is malformed, MissingExtraError without jinja2.
         """
-        if find_spec("jinja2") is None:
-            raise MissingExtraError.of("jinja2", extra="jinja", needed_for="renderer=jinja")
+        require_package("jinja2", extra="jinja", needed_for="renderer=jinja")
         self.source, self.where = source, where
         self._until = math.inf
         self._child = Child.of_module(
