@@ -14,18 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import EngineError, MissingExtraError
+from lockstep.errors import EngineError, require_package
 
 
 def _llguidance() -> Any:
-    try:
-        return import_module("llguidance")
-    except ImportError as error:
-        raise MissingExtraError.of(
-            "llguidance",
-            extra="grammar",
-            needed_for="a constrained reply (response_format, a forced tool)",
-        ) from error
+    needed_for = "a constrained reply (response_format, a forced tool)"
+    require_package("llguidance", extra="grammar", needed_for=needed_for)
+    return import_module("llguidance")
 
 
 def grammar_problem(grammar: str) -> str:

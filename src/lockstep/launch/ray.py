@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep.children import module_path
-from lockstep.errors import ConfigError, LockstepError, MissingExtraError, RankError
+from lockstep.errors import ConfigError, LockstepError, RankError, require_package
 from lockstep.launch.config import ParallelConfig, RayPlacement
 from lockstep.launch.place import END_SECONDS, end_by_sigterm, free_port, handling_interrupts
 from lockstep.launch.workers import Line, WorkerProcess, end_now, portable
@@ -57,10 +57,9 @@ def on_ray(
 
     Raises RankError with the end of its log if a rank is lost, and what rank 0 raises.
     """
-    try:
-        from ray.cloudpickle import dumps  # pyright: ignore
-    except ModuleNotFoundError as error:
-        raise MissingExtraError.of("ray", extra="ray", needed_for="placement=ray") from error
+    require_package("ray", extra="ray", needed_for="placement=ray")
+    from ray.cloudpickle import dumps  # pyright: ignore
+
     places = placement.places(parallel, num_engines=num_engines)
     with (
         _cluster(placement.address),
