@@ -117,10 +117,7 @@ class HarmonyRenderer(TurnRenderer):
                 f"{len(message.tool_calls)} calls in one message: a harmony turn ends with its "
                 "first <|call|>. Write one message per call, each followed by its tool's reply."
             )
-        pieces = self._words_pieces(message)
-        for call in message.tool_calls:
-            pieces += [*self._opening, self._channel, f"commentary to={_NAMESPACE}{call.name} "]
-            pieces += [self._constrain, "json", self._message, call.arguments, self._call]
+        pieces = self._assistant_pieces(message, is_sampled=True)
         if not message.tool_calls:
             pieces[-1] = self._return
         num_messages = pieces.count(self._message)
@@ -180,22 +177,23 @@ class HarmonyRenderer(TurnRenderer):
             case "user":
                 return self._block(f"user{author}", message.content)
             case "assistant":
-                pieces = self._words_pieces(message)
-                for call in message.tool_calls:  # openai-harmony puts the recipient first here
-                    author = f"assistant to={_NAMESPACE}{call.name}"
-                    pieces += self._block(
-                        author, call.arguments, channel="commentary", is_call=True
-                    )
-                return pieces
+                return self._assistant_pieces(message, is_sampled=False)
 
-    def _words_pieces(self, message: Message) -> list[Piece]:
-        """Writes the thinking and the content of an assistant message."""
+    def _assistant_pieces(self, message: Message, *, is_sampled: bool) -> list[Piece]:
+        """Writes thinking, content and calls. A sampled call names its recipient after the channel;
+        in a history, openai-harmony puts it first."""
         pieces: list[Piece] = []
         if message.thinking:
             pieces += self._block("assistant", message.thinking, channel="analysis")
         if message.content or not message.tool_calls:
             channel = "commentary" if message.tool_calls else "final"
             pieces += self._block("assistant", message.content, channel=channel)
+        for call in message.tool_calls:
+            to = f" to={_NAMESPACE}{call.name}"
+            author, channel = f"assistant{to}", "commentary"
+            if is_sampled:
+                author, channel = "assistant", f"commentary{to}"
+            pieces += self._block(author, call.arguments, channel=channel, is_call=True)
         return pieces
 
     def _developer_text(self, instructions: str | None, tools: Sequence[ToolSchema]) -> str:

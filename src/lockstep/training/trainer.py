@@ -241,10 +241,8 @@ class Trainer(Learner):
         reshard(self.model)
         if is_checking:
             self._check_contract(samples, parts)
-        report = MismatchReport.empty()
-        for batch, logprobs in parts:
-            if not batch.is_filler:
-                report = report.merge(measure_batch(batch, logprobs, self.version))
+        found = (measure_batch(*part, self.version) for part in parts if not part[0].is_filler)
+        report = reduce(MismatchReport.merge, found, MismatchReport.empty())
         if column is not None:
             _store_column(samples, self._by_row(samples, parts), column)
         return report if self.ranks is None else report.all_reduced(self.ranks.data_group)
