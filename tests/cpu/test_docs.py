@@ -592,6 +592,19 @@ def doctor_wild_table() -> str:
     return without_gaps(table(("level", "dumps", *names), rows))
 
 
+def trl_curves() -> str:
+    """Rewards and tokens of `trl_equal.py --curves`."""
+    rows: list[list[object]] = []
+    for run in proved("trl_curves")["runs"]:
+        rewards = [f"{sum(part) / 10:.2f}" for part in (run["rewards"][:10], run["rewards"][-10:])]
+        tokens = (
+            f"{run['unequal_tokens']} of {run['compared_tokens']:,}" if "largest_kl" in run else ""
+        )
+        rows.append([run["side"], run["seed"], *rewards, tokens])
+    heads = ("GRPOTrainer", "seed", "first ten steps", "last ten steps", "unequal tokens")
+    return table(heads, rows)
+
+
 def pretrained_runs(part: str) -> str:
     seeds = dict(sorted(proved("pretrained")[part].items()))
 
@@ -721,6 +734,7 @@ def soak_table() -> str:
 
 
 TABLES = {
+    "trl-curves": trl_curves,
     "doctor-formats": doctor_formats_table,
     "doctor-facts": doctor_facts_table,
     "noise": noise_rows,
