@@ -7,6 +7,7 @@ import types
 import pytest
 import torch
 
+from lockstep import errors
 from lockstep.config import resolve
 from lockstep.errors import ConfigError, MissingExtraError
 from lockstep.launch import gpu
@@ -114,7 +115,7 @@ def test_a_chip_before_ampere_is_refused_with_its_name(machine):
 def test_a_triton_that_is_missing_or_old_is_refused(machine, monkeypatch):
     machine.triton = "3.5.1"
     assert "Triton 3.5.1 is installed, and the kernels need 3.6 or newer" in refused()
-    monkeypatch.setattr(gpu, "find_spec", lambda name: None)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"lockstep-rl\[cuda\]"):
         check_gpu("device=cuda")
 

@@ -6,6 +6,7 @@ import json
 import pytest
 from made_up_templates import BRACKETS, CHATML, COUNTS, HOSTILE, QWEN3_TOOLS, template
 
+from lockstep import errors
 from lockstep.errors import MissingExtraError, RendererError
 from lockstep.renderers.choice import choose_renderer
 from lockstep.renderers.config import (
@@ -16,7 +17,6 @@ from lockstep.renderers.config import (
     MistralConfig,
 )
 from lockstep.renderers.harmony import HARMONY_TOKENS
-from lockstep.renderers.jinja import template as jinja_template
 from lockstep.renderers.llama3 import LLAMA3_TOKENS
 from lockstep.renderers.mistral import MISTRAL_TOKENS
 from lockstep.renderers.tokenizer import Tokenizer
@@ -162,7 +162,7 @@ def test_a_template_that_is_broken_for_every_program_leaves_the_format_and_says_
 
 
 def test_without_jinja_a_line_says_that_nothing_was_compared(choose, monkeypatch):
-    monkeypatch.setattr(jinja_template, "find_spec", lambda name: None)
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
     found = choose(template("xml"), ChatMLConfig())
     assert (
         found.config == ChatMLConfig()
