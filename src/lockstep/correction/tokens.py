@@ -1,5 +1,5 @@
 # torch leaves from_numpy partly untyped.
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """The tokens of some whole rows, on their device, and sums over them.
 
 Nothing waits for a GPU: shapes are known on the host, and a token that cannot be compared stays in
@@ -93,13 +93,14 @@ class Tokens:
         self.new, self.old = new.to(self.d.dtype), old.to(self.d.dtype)
         self.size, self.ratio, self.k3 = self.d.abs(), exp(self.d), kl.k3(self.d)
         self.negative = None if advantages is None else advantages < 0
-        self.cell, self.run_lengths = _cells(columns, old), None
+        self.cell: Tensor = _cells(columns, old)
+        self.run_lengths: Tensor | None = None
         """[n] int64: each token's cell of the report. On a CPU, [k] cells and the [k] numbers of
         neighbouring tokens in each, unless most neighbours differ."""
         if kl.is_readable(old):
-            cells, run_lengths = torch.unique_consecutive(self.cell, return_counts=True)
-            if len(cells) * MIN_RUN <= len(old):  # summed several times as fast
-                self.cell, self.run_lengths = cells, run_lengths
+            runs: tuple[Tensor, Tensor] = torch.unique_consecutive(self.cell, return_counts=True)
+            if len(runs[0]) * MIN_RUN <= len(old):  # summed several times as fast
+                self.cell, self.run_lengths = runs
         self.active_R = lengths.double() if self.mask is None else self.by_row(self.mask)
         """[R] float64: tokens that count, finite or not."""
 

@@ -378,6 +378,6 @@ def decode(parts: Sequence[Tensor], *, layer: int, step: StateStep, matmul: Matm
         writes.view(-1, V).index_copy_(0, at.copies, written.view(-1, V))
     own = matmul(pairs.view(N * H, 4, CHUNK), writes).view(N, H, 4, V)[:, :, 0]
     if (full := step.full) is not None:
-        parts = (x.index_select(0, full) for x in (keys, writes.view(N, H, CHUNK, V), c, state))
-        states.state[layer, step.full_slots] = advance(*parts, matmul=matmul)
+        ended = (x.index_select(0, full) for x in (keys, writes.view(N, H, CHUNK, V), c, state))
+        states.state[layer, step.full_slots] = advance(*ended, matmul=matmul)
     return step.rows(grow * read[:, :, 0] + own)

@@ -23,6 +23,7 @@ from lockstep.models.changes import quantise
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import copy_decoder, read_tensors
+from lockstep.models.layer_inputs import LayerInputs
 from lockstep.models.moe import MoE
 from lockstep.models.quantised import Scheme
 from lockstep.models.variants import sharing
@@ -148,8 +149,8 @@ class NoisyMoE(MoE):
     def router_logits(self, x_TD: Tensor, ops: Ops) -> Tensor:
         return self._routers.add_to(super().router_logits(x_TD, ops), x_TD)
 
-    def forward(self, x_TD: Tensor, ops: Ops, *inputs: Any) -> Tensor:
-        return self._experts.add_to(super().forward(x_TD, ops, *inputs), x_TD)
+    def forward(self, x_TD: Tensor, at: LayerInputs) -> Tensor:
+        return self._experts.add_to(super().forward(x_TD, at), x_TD)
 
 
 def _normal(shape: Sequence[int], seed: int) -> Tensor:

@@ -244,7 +244,7 @@ class Value:
     def check_fields(self, *tables: str) -> list[str]:
         """Returns the names of ignored fields that are set. Raises Refusal for a field that is
         refused, or in none of these tables of fields.toml; a later table comes first."""
-        fields, found = ChainMap(*(FIELDS[table] for table in reversed(tables))), list[str]()
+        fields, found = ChainMap(*(dict(FIELDS[table]) for table in reversed(tables))), list[str]()
         for name, raw in self.object().items():
             known, value = fields.get(name), self[name]
             plain = _without_nulls(raw)
