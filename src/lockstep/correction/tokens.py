@@ -1,5 +1,6 @@
 # torch leaves from_numpy partly untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
 """The tokens of some whole rows, on their device, and sums over them.
 
 Nothing waits for a GPU: shapes are known on the host, and a token that cannot be compared stays in
