@@ -41,8 +41,6 @@ FLOORS = {"float32": 1.0, "bfloat16": 0.8}
 """How many times vLLM's speed the embedded engine is to have."""
 
 MODELS = models_of("engine_vs_vllm")
-SMALL = ("tiny qwen3", "10M qwen3", "10M gpt_oss")
-"""Measured unless `--only` names others. "135M qwen3" has the size of SmolLM2-135M."""
 SIDES = ("embedded", "embedded contract", "vllm", "vllm, our decoder", "transformers")
 
 Generate = Callable[[np.ndarray], None]
@@ -192,7 +190,7 @@ def speeds_of(name: str, dtype: str, rounds: int) -> tuple[list[float], list[flo
     return found["embedded"], found["vllm"]
 
 
-def compare(*, rounds: int = 3, only: tuple[str, ...] = SMALL) -> Iterator[Row]:
+def compare(*, rounds: int = 3, only: tuple[str, ...] = tuple(MODELS)) -> Iterator[Row]:
     if find_spec("vllm") is None:
         raise CannotRun("no vLLM here; see `make test-vllm`")
     packages = ("transformers", "torch")
