@@ -96,8 +96,9 @@ def vllm(directory: Path, dtype: str, *, is_ours: bool) -> Generate:
         from lockstep.engines.vllm import plugin
 
         plugin.register()
-        os.environ |= plugin.ENVIRONMENT
-        settings = {name.replace("-", "_"): text for name, text in plugin.SETTINGS.items()}
+        os.environ |= plugin.environment_of("decoder")
+        arguments = plugin.arguments_of("decoder")
+        settings = {name.replace("-", "_"): text for name, text in arguments.items()}
         settings["hf_overrides"] = json.loads(settings["hf_overrides"])
         settings["logits_processors"] = [settings["logits_processors"]]
         settings["async_scheduling"] = False
