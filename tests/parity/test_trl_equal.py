@@ -104,6 +104,8 @@ def test_the_gradient_of_a_batch_is_the_one_that_trl_computes_with_its_own_model
     assert len(seen) == 2 and sum(float(p.grad.square().sum()) for p in theirs.values()) > 1e-3
     for name, parameter in theirs.items():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
+    apart = sum(float((found[n] - p.grad).square().sum()) for n, p in theirs.items())
+    assert apart < 3e-6**2 * sum(float(p.grad.square().sum()) for p in theirs.values())
 
 
 def test_the_decoder_without_the_mixin_is_told_what_is_missing(model, tmp_path):
