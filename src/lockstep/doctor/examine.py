@@ -26,7 +26,7 @@ from lockstep.doctor.explain import (
     repaired,
     size,
 )
-from lockstep.doctor.facts.base import FACTS, Tally
+from lockstep.doctor.facts.base import FACTS, Fact, Tally
 from lockstep.doctor.facts.values import step_of
 from lockstep.doctor.findings import MAX_EVIDENCE, MOST, Finding, Setting, Verdict
 from lockstep.doctor.gap import Gap, Split
@@ -152,7 +152,7 @@ def examine(
     """
     out = Examination(before=Split(tokenizer=setting.tokenizer))
     known = has | setting.has
-    tallies = [Tally(fact=one) for one in FACTS.values()]
+    tallies = [Tally(fact=one) for one in sorted(FACTS.values(), key=_place)]
     missing = {t.fact.name: tuple(n for n in t.fact.needs if n not in known) for t in tallies}
     model = setting.model
     sample = Sample(SAMPLE_TOKENS if model is None else model.max_tokens)
@@ -200,6 +200,12 @@ def examine(
     if only:
         out.findings = [finding for finding in out.findings if finding.check in only]
     return out
+
+
+def _place(one: Fact) -> int:
+    """Place of a fact's room in ROOMS; a plugin's is behind them."""
+    room = one.look.__module__.removeprefix("lockstep.doctor.")
+    return ROOMS.index(room) if room in ROOMS else len(ROOMS)
 
 
 def _explain(out: Examination, view: View, *, is_live: bool) -> None:

@@ -159,6 +159,8 @@ class Hypothesis:
     fitted: int = 0
     """Numbers that it fits: of two that explain equally well, the one that fits fewer wins."""
     basis: Basis = "fit"
+    is_of_other_ids: bool = False
+    """Whether the sampler read other ids in the rows that it hits."""
     least: float = 0.3
     """Share of the gap that it must explain in the rows that it hits: 0.6 where the right one gives
     the very numbers (0.8 where any text before the row explains a half of them), 0.3 where it is an

@@ -131,6 +131,24 @@ def test_tokens_after_a_stop_are_observations_where_the_trainer_denies_them(gap,
     assert found.cause == cause and list(found.begin) == [3 * 120 + 31]
 
 
+def test_a_mask_that_begins_with_the_stop_id_of_the_prompt_begins_too_early():
+    ids = np.where(ROWS.token_ids == 46, 45, ROWS.token_ids)
+    ids[at(3, 10, 11)] = 46
+    (found,) = after_stop(ROWS.with_(token_ids=ids), Setting(stop_ids=frozenset({46})))
+    assert (found.cause, list(found.begin)) == ("boundary", [3 * 120 + 10])
+
+
+def test_a_filler_at_an_observation_is_a_trained_observation():
+    """Facts about masks come before those about numbers, in whatever order they are imported."""
+    between = (ROWS.position >= 50) & (ROWS.position < 70)
+    mask = ROWS.loss_mask.copy()
+    mask[between] = True
+    rows = ROWS.with_(loss_mask=mask, is_sampled=ROWS.turn >= 0)
+    for side in ("rollout_logprobs", "trainer_logprobs"):
+        rows = changed(rows, side, between, 0.0 if side == "rollout_logprobs" else -3.0)
+    assert set(proved(rows)) == {"observation_trained"}
+
+
 def test_a_first_update_that_begins_with_a_kl():
     def told(**metrics):
         steps = tuple({"mismatch/k1": 1e-3, "mismatch/k2": 1e-3, **metrics} for _ in range(3))

@@ -165,6 +165,24 @@ def test_other_weights_of_the_sampler_are_told_from_noise_and_from_another_promp
     assert named(both(rows, values, model.plain(rows)), model)[0] == ["other_weights"]
 
 
+def test_a_sampler_that_deviates_in_all_rows_of_some_prompts_read_other_prompts(sound, moved):
+    (_, model), (rows, values) = sound, moved
+    prompts = rows.prefix_keys[rows.firsts(rows.spans.begin) - 1]
+    is_hit = np.isin(prompts, np.unique(prompts)[::2])[rows.row_of]
+    assert 0 < is_hit.mean() < 1
+    sampler = np.where(is_hit, values, model.plain(rows)).astype(np.float32)
+    hit = both(rows, sampler, model.plain(rows)).with_(rollout_logprobs=sampler)
+    assert named(hit, model)[0] == ["wrong_template"]
+
+
+def test_noise_of_the_trainer_on_few_tokens_is_dropout(sound, moved):
+    (_, model), (rows, _) = sound, moved
+    generator, plain = np.random.default_rng(0), model.plain(rows)
+    noise = generator.normal(0, 1, rows.num_tokens) * (generator.random(rows.num_tokens) < 0.3)
+    trainer = plain + noise * np.sqrt(model.spread(rows))
+    assert named(both(rows, plain, trainer), model)[0] == ["dropout"]
+
+
 def test_log_probs_of_other_tokens_are_no_other_weights(sound, moved):
     (_, model), (rows, _) = sound, moved
     values, half = model.plain(rows).copy(), rows.num_tokens // 2  # rows in pairs: equal halves

@@ -86,6 +86,13 @@ def after_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     hit = hit[rows.loss_mask[np.minimum(first[hit] + 1, rows.num_tokens - 1)]]
     if not len(hit) or (basis == "fit" and 2 * len(hit) > len(spans)):
         return  # an id inside of most replies does not end them
+    is_early = (first == spans.begin)[hit] & (rows.firsts(spans.begin)[spans.row] == first)[hit]
+    at, hit = first[hit[is_early]], hit[~is_early]
+    if len(at):
+        note = "the trained tokens of a row begin with a stop id, which no reply begins with"
+        yield Contradiction("boundary", note, at, at + 1, basis=basis)
+    if not len(hit):
+        return
     begin, end = first[hit] + 1, spans.end[hit]
     # What goes on to a further stop is a dialogue: observations and the replies after them.
     goes_on = rows.num_in(is_stop, begin, end) > 0

@@ -26,6 +26,7 @@ REACH = 12
     "respelled",
     cause="reencoded",
     fitted=3,
+    is_of_other_ids=True,
     least=0.2,
     claim="log-probs are of the ids that stand in the row",
 )

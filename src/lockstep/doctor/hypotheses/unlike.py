@@ -133,32 +133,41 @@ def rest_of(view: View, found: Explanation) -> tuple[str, str, float] | None:
     if model is None or one is None:
         return None
     (side, d), rows = one, view.rows
+    for judged, *_ in found.causes:
+        if judged.hypothesis.is_of_other_ids:  # so is what these rows still deviate by
+            d = np.where(judged.hit[rows.row_of], np.nan, d)
+    at = np.flatnonzero(np.isfinite(d))
+    if size(d) <= NOISE * model.noise(rows):
+        return None
     spread = np.maximum(model.spread(rows), MIN_SPREAD)
     numeric = (model.bfloat16(rows) - model.plain(rows)) / np.sqrt(spread)
+    units, limit = d / np.sqrt(spread), NOISE * size(numeric)
     steady = steadiness(view, d)
     left = size(d - repeated(rows, d)) / size(d)
     repeats = steady < STEADY or (np.isnan(steady) and left < MOSTLY)
-    at = np.flatnonzero(np.isfinite(d))
+    first = np.minimum(rows.firsts(rows.spans.begin), rows.offsets[1:] - 1)
     # Weights, prompts and noise leave likely tokens likely; else these are of other tokens.
     is_own = np.corrcoef(getattr(view, side)[at], view.plain[at])[0, 1] >= MOST
+    if is_own and side == "sampler":
+        prompts = rows.prefix_keys[np.maximum(first - 1, rows.offsets[:-1])]
+        if _is_by_prompt(prompts, rows.row_means(at, units[at] ** 2), limit):
+            return "wrong_template", "the sampler deviates in all rows of some prompts alone", 1.0
     if is_own and not repeats:
-        cause, part = _noise(view, side, d / np.sqrt(spread), numeric, steady)
+        cause, part = _noise(view, side, units, numeric, is_unsteady=steady >= STEADY)
         if cause:
             return cause, f"the {side} differs from the model each time in another way", part
     told = f"the {side} deviates from the model alike in equal contexts"
     if side == "trainer":
         cause = "after_update" if _follows_advantages(rows, d) else "other_weights"
         return (cause, told, 1.0) if repeats else None
-    units, limit = d / np.sqrt(spread), NOISE * size(numeric)
-    first = np.minimum(rows.firsts(rows.spans.begin), rows.offsets[1:] - 1)[:, None]
-    early = np.minimum(first + np.arange(NUM_FIRST), rows.offsets[1:, None] - 1)
+    early = np.minimum(first[:, None] + np.arange(NUM_FIRST), rows.offsets[1:, None] - 1)
     with np.errstate(invalid="ignore"):
         is_early = (units[early] ** 2 > limit).any(1)
     if not is_own or view.setting.tokenizer is None or is_early.mean() < 1 - MOST / 2:
         return None  # no other prompt was tried; what begins inside of replies is of other ids
-    named = {judged.cause for judged, *_ in found.causes}
+    named = {judged.cause: judged for judged, *_ in found.causes}
     read = [j for j in found.tried.values() if j.hypothesis.basis == "repair"]
-    if any(j.share > j.chance and j.cause not in named for j in read):
+    if any(j.share > j.chance and named.get(j.cause, j).share < 0.5 for j in read):
         told = "another prompt explains a part of what the sampler deviates by"
         return "wrong_template", told, 1.0
     if not repeats:
@@ -170,16 +179,32 @@ def rest_of(view: View, found: Explanation) -> tuple[str, str, float] | None:
     return "other_weights", f"{told}, and no other prompt explains any of it", 1.0
 
 
+def _is_by_prompt(prompts: np.ndarray, far: Float64Array, limit: float) -> bool:
+    """Whether all rows of some prompts deviate, and none of others. prompts, far: [R] of each row,
+    its prompt and by how much it deviates."""
+    _, place, num = np.unique(prompts, return_inverse=True, return_counts=True)
+    least, most = np.full(len(num), np.inf), np.zeros(len(num))
+    np.minimum.at(least, place, far)
+    np.maximum.at(most, place, far)
+    order = np.argsort(most, kind="stable")
+    least, most, is_group = least[order], most[order], num[order] > 1
+    for n in np.flatnonzero(most[:-1] < limit) + 1:  # the n prompts that deviate least, the others
+        if most[n - 1] < least[n:].min() / NOISE and is_group[:n].any() and is_group[n:].any():
+            return True
+    return False
+
+
 def _noise(
     view: View,
     side: str,
     units: Float64Array,
     numeric: Float64Array,
-    steady: float,
+    *,
+    is_unsteady: bool,
 ) -> tuple[str, float]:
     """(cause of noise on every token, its part of the deviation); no cause if the deviation is no
     noise. units, numeric: [N] the deviation, and the noise of bfloat16, in units of noise on
-    logits."""
+    logits. is_unsteady: whether equal contexts are known to show other values."""
     model, rows, at = view.model, view.rows, np.flatnonzero(np.isfinite(units))
     spread = np.maximum(model.spread(rows)[at], MIN_SPREAD)
     d2, units2, every = units[at] ** 2 * spread, units[at] ** 2, np.arange(len(rows))
@@ -187,8 +212,10 @@ def _noise(
         rows, "routers", lambda: model.scorer.router_variances(model.loaded(rows), rows, every)
     )
     fits = [_likelihood(d2, spread), *(_likelihood(d2, v[at]) for v in routes)]
-    if int(np.argmax(fits)) > 0 and steady >= STEADY:
+    if int(np.argmax(fits)) > 0 and is_unsteady:
         return "routing_flips", 1.0
+    if side == "trainer" and is_unsteady and (routes or not view.setting.is_moe):
+        return "dropout", 1.0
     typical = float(np.median(units2))
     if typical <= NOISE * float(np.nanmedian(numeric[at] ** 2)):
         return "", 0.0
