@@ -25,6 +25,7 @@ from lockstep.doctor.explain import (
 )
 from lockstep.doctor.findings import Setting
 from lockstep.errors import ConfigError
+from lockstep.testing.tokenizers import byte_tokenizer
 
 
 def causes(rows, **facts):
@@ -137,6 +138,23 @@ def test_ids_of_other_spellings_are_aligned_with_their_log_probs():
         for begin, end in ((10, 50), (70, 110)):
             row[begin + 12 : end - 1] = row[begin + 13 : end]  # one token less from here on
     assert causes(sampled(rows, values.reshape(-1)))[0][0] == "reencoded"
+
+
+@pytest.mark.parametrize(("merges", "cause"), [((), "rerendered"), ((("e", "e"),), "reencoded")])
+def test_a_row_with_more_ids_than_were_drawn_has_another_text_if_no_id_covers_two(merges, cause):
+    rows = make_rows(60)
+    tokenizer = byte_tokenizer(merges=list(merges))
+    ids = np.full_like(rows.token_ids, tokenizer.encode("e")[0])
+    values = rows.rollout_logprobs.reshape(60, -1).copy()
+    for row in values:
+        for begin, end in ((10, 50), (70, 110)):
+            row[begin + 12 : end - 1] = row[begin + 13 : end]  # an id more than was drawn
+    view = View(
+        rows=sampled(rows.with_(token_ids=ids), values.reshape(-1)),
+        setting=Setting(tokenizer=tokenizer),
+    )
+    (found,) = HYPOTHESES["hypotheses/respelled"].predict(view)
+    assert (found.cause or "reencoded") == cause
 
 
 def test_rows_that_are_moved_by_one_are_told_from_rows_of_other_spellings():

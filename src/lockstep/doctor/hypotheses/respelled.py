@@ -5,12 +5,16 @@ onto the new ids in order, so that the offset changes at each of these places. T
 path of offsets is found for all replies at once; the same search on the log-probs of other replies
 says what it explains by chance.
 
+Text that is encoded again mostly has fewer ids than were drawn. Where a row has more of them, and
+no id of the vocabulary covers two, its text is not the drawn one: it was rendered from messages.
+
 # S replies  L tokens of the longest  K offsets
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 
@@ -41,6 +45,7 @@ def respelled(view: View) -> Iterator[Prediction]:
     first = np.concatenate([[0], np.cumsum(num)])[:-1]
     place = np.arange(len(at)) - first[span]
     out = np.full(rows.num_tokens, np.nan)
+    steps = np.zeros(rows.num_tokens, np.int64)
     total = gained = whole = by_chance = 0.0
     size = np.ceil(np.log2(np.maximum(num, 1))).astype(np.int64)
     for power in np.unique(size[num > 0]).tolist():  # replies of near lengths: little padding
@@ -52,23 +57,46 @@ def respelled(view: View) -> Iterator[Prediction]:
         index = number[span[keep]], place[keep]
         t, s = np.full((2, len(mine), width), np.nan)
         t[index], s[index] = view.trainer[at[keep]], view.sampler[at[keep]]
-        moved, gain = aligned(view, t, s)
+        moved, offset, gain = aligned(view, t, s)
         # Chance: another reply's log-probs in place of a reply's own.
         other = np.roll(s, 1, 0)
-        _, luck = aligned(view, t, other)
+        *_, luck = aligned(view, t, other)
         total += float(np.nansum(view.loss(t - s)))
         whole += float(np.nansum(view.loss(t - other)))
         gained, by_chance = gained + float(gain.sum()), by_chance + float(luck.sum())
         out[at[keep]] = np.where((gain > 0)[index[0]], moved[index], np.nan)
+        change = np.diff(offset, axis=1, prepend=offset[:, :1])
+        steps[at[keep]] = np.where((gain > 0)[index[0]], change[index], 0)
     if total and gained > 0:
         chance = max(by_chance / max(whole, 1e-9), 0.0)
         yield Prediction(
-            text="at offsets that change inside of replies", sampler=out, chance=chance
+            text="at offsets that change inside of replies",
+            cause="rerendered" if _is_rewritten(view, steps) else "",
+            sampler=out,
+            chance=chance,
         )
 
 
-def aligned(view: View, t: Float64Array, s: Float64Array) -> tuple[Float64Array, Float64Array]:
-    """([S, L] the sampler's numbers along the best path of offsets, [S] what it gains)."""
+def _is_rewritten(view: View, steps: Int64Array) -> bool:
+    """Whether the row's text is longer than the drawn one, by the changes of the offset [N]."""
+    rows, tokenizer = view.rows, view.setting.tokenizer
+    if tokenizer is None:
+        return False
+    longer, shorter = 0, int((steps > 0).sum())
+    for place in np.flatnonzero(steps < 0).tolist():
+        span = rows.span_of[place]
+        near = slice(max(place - 2, rows.spans.begin[span]), min(place + 2, rows.spans.end[span]))
+        words = [tokenizer.decode([id_]) for id_ in rows.token_ids[near].tolist()]
+        if all(word.strip() for word in words):  # some tokenizers put a space before any text
+            longer += all(len(tokenizer.encode(a + b)) > 1 for a, b in pairwise(words))
+    return longer - shorter > 2 * np.sqrt(longer + shorter)  # 2.5 % by chance
+
+
+def aligned(
+    view: View, t: Float64Array, s: Float64Array
+) -> tuple[Float64Array, Int64Array, Float64Array]:
+    """([S, L] the sampler's numbers along the best path of offsets, [S, L] these, [S] what it
+    gains)."""
     S, L = t.shape
     offsets = np.arange(-REACH, REACH + 1)
     K = len(offsets)
@@ -98,4 +126,4 @@ def aligned(view: View, t: Float64Array, s: Float64Array) -> tuple[Float64Array,
         state = np.take_along_axis(back[place], state[:, None], 1)[:, 0]
     out = np.take_along_axis(moved, path[:, None], 1)[:, 0]
     gain = np.nansum(plain, 1) - total
-    return out, gain
+    return out, offsets[path], gain
