@@ -17,7 +17,7 @@ Room = Literal["tokens", "template", "values", "numerics", "noise", "training"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """One way in which sampler and trainer come to differ, with what users read about it."""
+    """A reason why sampler and trainer differ, with the texts that users read about it."""
 
     name: str = ""
     room: Room = "tokens"

@@ -1,4 +1,4 @@
-"""From an input to a diagnosis. No torch unless a model is given."""
+"""Turns an input into a diagnosis. Loads torch only if a model is given."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
 
 HEAD_TOKENS = 1 << 15
-"""Tokens from which it shows whether the tokenizer is that of the rows."""
+"""Number of tokens that show whether the tokenizer belongs to the rows."""
 
 
 def diagnose(
@@ -104,7 +104,7 @@ def diagnose(
 def tokenization_of(
     facts: Facts, tokenizer: Tokenizer | str | None, renderer: Renderer | str | None
 ) -> Tokenization:
-    """Those given, as objects or by name, or else those that `facts` name."""
+    """The tokenizer and renderer that the caller gives, as objects or by name; else by `facts`."""
     if renderer is not None and not isinstance(renderer, str):
         return Tokenization(tokenizer=renderer.tokenizer, renderer=renderer)
     if isinstance(tokenizer, Tokenizer):
@@ -120,7 +120,7 @@ def _of_rows(words: Tokenization, dump: Dump, *, is_given: bool) -> Tokenization
     for rows in islice(dump.chunks(max_tokens=HEAD_TOKENS), 1):
         beyond = why_beyond(tokenizer, rows)
         if why := beyond or why_unlike(tokenizer, rows):
-            told = f"{why} Name that of the rows: --tokenizer DIR"
+            told = f"{why} Name the tokenizer of the rows: --tokenizer DIR"
             if beyond and is_given:
                 raise DataError(f"{dump.path}: {told}.")
             lacks = {"tokenizer": told, "renderer": told}

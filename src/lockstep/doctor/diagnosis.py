@@ -96,7 +96,7 @@ class Diagnosis:
 
     @property
     def is_unexplained(self) -> bool:
-        """Whether a gap is left that numerics cannot make, or that the run's own metrics show."""
+        """True if numerics cannot explain the remaining gap, or the run's metrics show one."""
         if self.only:
             return False
         left = self.examination.after.total
@@ -165,7 +165,7 @@ class Diagnosis:
 
     @property
     def next_steps(self) -> list[str]:
-        """Records that would decide, the first alone if it is enough; empty where all is told."""
+        """Records that would decide, the best first; empty if the diagnosis is complete."""
         if self.outcome != "not_judged" and (self.causes or not self.is_unexplained):
             return []
         if not self.examination.gap.tokens:
@@ -205,8 +205,8 @@ class Diagnosis:
 
     @property
     def is_float_noise(self) -> bool:
-        """Whether the log-probs of both sides agree to float32: there is no gap to divide, whatever
-        else is wrong with the rows."""
+        """True if the log-probs of both sides agree to float32: then causes have no gap to share,
+        whatever else is wrong with the rows."""
         return self.examination.gap.max_abs < FLOAT_NOISE
 
     def share_of(self, cause: str) -> float:
@@ -230,7 +230,7 @@ class Diagnosis:
         else:
             is_learnt = finding.check.startswith("facts")
             level: Certainty = "likely" if share >= MOST and not is_learnt else "possible"
-            why = f"it explains {share:.0%} of what was left, beyond chance"
+            why = f"it explains {share:.0%} of the remaining gap, beyond chance"
         others = set(self.examination.rivals.get(cause.name, ()))
         others |= {c.name for c in CAUSES.values() if c.kind and c.kind == cause.kind} - {
             cause.name

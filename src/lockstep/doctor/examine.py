@@ -131,7 +131,7 @@ def limit_of(setting: Setting, rows: Rows | None) -> float:
 
 
 def within(limit: float, num_tokens: int) -> float:
-    """The limit of a mean over so many tokens: the mean of few squares is unsure."""
+    """The limit of a mean over this number of tokens: a mean of few squares is uncertain."""
     return limit * (1 + Z * float(np.sqrt(2 / max(num_tokens, 1))))
 
 
@@ -238,7 +238,7 @@ def _explain(out: Examination, view: View, *, is_live: bool) -> None:
         out.findings.append(_finding(rest, "differs", words, cause=cause))
         out.shares.append(Share(cause=cause, k2=share, most=share))
         if CAUSES[cause].room != "noise" and share >= MIN_SHARE:
-            # The model is not the one that sampled: what it says of other inputs rules out nothing.
+            # Another model sampled, so this one's numbers for other inputs rule out nothing.
             found.lost -= {h.name for h in HYPOTHESES.values() if "model" in h.needs}
     named = {f.check for f in out.findings if f.verdict == "differs"}
     for one in HYPOTHESES.values():

@@ -1,8 +1,8 @@
 """The one criterion: which prediction explains the gap, on rows that it was not fitted on.
 
-A hypothesis predicts one side's column without its defect. What a token adds to the gap is
-log(d^2 / scale^2), and nothing below the scale of numeric noise, with d = trainer - sampler: a
-token is explained when its difference falls to what numerics make. Under squares a prediction that
+A hypothesis predicts one side's column without its defect. A token adds log(d^2 / scale^2) to the
+gap, and nothing below the scale of numeric noise, with d = trainer - sampler: a token is explained
+when its difference falls to numeric noise. Under squares a prediction that
 is merely nearer to the mean would explain half of any gap. The *gain* of a prediction is the gap as
 recorded minus the gap after the repair. Nothing is judged on what it was fitted on:
 
@@ -42,7 +42,7 @@ TIE = 0.02
 """Share that makes no difference: two hypotheses explain equally well, or a bound holds. The error
 of a share in a sample of 32,768 tokens is about 1 %."""
 MAX_CAUSES = 3
-"""Rounds: two causes, and one more to see that nothing is left."""
+"""Rounds: two causes, and one round more to check that nothing is left."""
 CHUNK = 4
 """Neighbouring tokens that fall into the same half: errors of neighbours are correlated."""
 NUM_BLOCKS = 8
@@ -130,9 +130,9 @@ class Prediction:
     """[N] the sampler's log-probs minus the trainer's, if a model gives both: a further cause is
     then sought in the sampler's numbers as they are recorded."""
     cause: str = ""
-    """If it is not that of the hypothesis."""
+    """Set if it differs from the cause of the hypothesis."""
     is_of_rows: bool = True
-    """Whether it may hit some rows and not others."""
+    """True if it may hit some rows and spare others."""
     chance: float = 0.0
     """Share that the same search explains where there is nothing to find (other rows)."""
 
@@ -148,7 +148,7 @@ Predict = Callable[[View], Iterable[Prediction]]
 
 @dataclass(frozen=True, kw_only=True)
 class Hypothesis:
-    """One cause, and what it predicts."""
+    """A cause, and a function that predicts its log-probs."""
 
     name: str
     cause: str
@@ -157,10 +157,10 @@ class Hypothesis:
     needs: tuple[str, ...] = ()
     """Fields of `Rows` and `Setting` that it cannot do without, besides both log-probs."""
     fitted: int = 0
-    """Numbers that it fits: of two that explain equally well, the one that fits fewer wins."""
+    """Numbers that it fits. If two explain equally well, the one with fewer fitted numbers wins."""
     basis: Basis = "fit"
     is_of_other_ids: bool = False
-    """Whether the sampler read other ids in the rows that it hits."""
+    """True if the sampler read other ids in the rows that it hits."""
     least: float = 0.3
     """Share of the gap that it must explain in the rows that it hits: 0.6 where the right one gives
     the very numbers (0.8 where any text before the row explains a half of them), 0.3 where it is an
@@ -212,7 +212,7 @@ class Judged:
     num_tested: int
     """Tokens that the prediction moves beyond numeric noise."""
     has_lost: bool
-    """Whether each prediction moves enough tokens away from the other side."""
+    """True if each prediction moves enough tokens away from the other side."""
 
     @property
     def cause(self) -> str:

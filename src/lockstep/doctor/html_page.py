@@ -30,7 +30,7 @@ TEMPLATE = Template(
 
 MAX_PAGE_BYTES = 30_000_000
 MAX_ROW_TOKENS = 10_000
-"""Tokens shown of a longer row, around its evidence: a browser lays out as many in a second."""
+"""Tokens shown of a longer row, around its evidence: a browser lays them out in a second."""
 DIVERGENCE = 0.1
 """Smallest |d| in nats that counts as the first divergence of a row: 10 % more or less likely. No
 pair of precisions causes it at an ordinary token."""

@@ -1,8 +1,8 @@
 """Plays the same model, engine and trainer on rung after rung, to find where a gap begins.
 
 The rungs are plain text, one turn, several turns, and the rows that are trained in the end. Each
-adds one thing to the rung below it. The first on which the two sides part names the culprit, and
-every rung below it rules something out, with its figures.
+rung adds one thing to the rung below it. The first rung on which the two sides differ names the
+culprit, and every rung below it rules something out, with its figures.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """`lockstep replay`: finds one stored trajectory and prints it token by token, with the log-probs
-of both sides. Only what is stored is read: no model is loaded.
+of both sides. Only stored data is read: no model is loaded.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Replay:
 
 def find(target: str) -> Replay:
     """The stored trajectory of RUN#NAME. NAME is its id, its id with /LEAF appended (as messages
-    about rows have it), the end of an id that only one has, or its number among those of training.
+    about rows have it), the end of an id if it is unique, or its number among the training ones.
 
     Raises ConfigError for a target without a name, and RunError if there is no such trajectory,
     with the nearest name or the reason why it is gone.

@@ -13,7 +13,7 @@ class RunFacts:
     """Program that wrote the rows: "lockstep", "verl", "slime", "trl", "prime-rl", "nemo-rl",
     "tinker", or a name of your own."""
     stop_ids: frozenset[int] = frozenset()
-    """Ids that end a reply; default: those of the renderer."""
+    """Ids that end a reply; default: the renderer's stop ids."""
     pad_id: int | None = None
     """Id of the padding token; default: the one in tokenizer_config.json."""
     temperature: float | None = None
@@ -25,8 +25,8 @@ class RunFacts:
     max_staleness: int | None = None
     """Number of updates that a token may lag behind, according to the settings of the run."""
     is_one_process: bool | None = None
-    """Whether sampler and trainer share one process and the same ops, so that noise is a defect."""
+    """True if sampler and trainer share one process and the same ops, so that noise is a defect."""
     is_moe: bool | None = None
-    """Whether the model is a mixture of experts."""
+    """True for a mixture of experts."""
     tools: str = ""
     """Tools of the dialogues: the JSON list that the template was given."""

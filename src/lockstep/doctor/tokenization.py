@@ -73,7 +73,7 @@ class Tokenization:
 
 
 def find_tokenization(facts: Facts, *, tokenizer: str = "", renderer: str = "") -> Tokenization:
-    """The tokenizer and renderer that the user names, or else those that `facts` name.
+    """The tokenizer and renderer that the user names, or else the names in `facts`.
 
     tokenizer: a directory or a tokenizer.json, a shipped model, or ORGANISATION/NAME on the hub
     (only the small files are fetched). renderer: a name (harmony, chatml, ...) or settings as JSON.
@@ -176,7 +176,7 @@ def _names() -> list[str]:
 
 def _generation_defaults(facts: Facts, directory: Path) -> Mapping[str, float] | None:
     """The sampling settings in the generation_config.json of the model, if it is here: an engine
-    reads these. Otherwise those in the tokenizer's directory, None without any."""
+    reads this file. Otherwise the settings in the tokenizer's directory; None without any."""
     place = directory
     if facts.model:
         with suppress(LockstepError):

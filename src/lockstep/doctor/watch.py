@@ -58,7 +58,7 @@ UNEXPLAINED = "unexplained"
 
 OnCause = Literal["warn", "raise"] | Callable[[MismatchError], object]
 MakeRows = Callable[[int], Rows | None]
-"""Limit -> rows of a step, at most so many; None if it has no rows."""
+"""Limit -> at most this number of rows of a step; None if it has no rows."""
 _log = logging.getLogger(__name__)
 
 
@@ -66,8 +66,8 @@ class Watch:
     """Examines some rows of each step, keeps those that show a cause, and reports it.
 
     A look begins with another group of rows in each step. Its time has a fixed part, about 20 ms,
-    and one that grows with the tokens of its rows. When a look has taken more than `max_share` of
-    the time since, the next has fewer rows, and waits until the share is kept.
+    and a part that grows with the tokens of its rows. When a look has taken more than `max_share`
+    of the time since, the next look has fewer rows, and waits until the share is kept.
 
     Rows that show a cause are kept in the directory as Parquet, at most MAX_KEPT steps of each.
     After a restart, rows of the steps that are played again are removed. Each process looks at its
@@ -91,11 +91,11 @@ class Watch:
         has_page: bool = True,
     ) -> None:
         """tokenizer: an object, also one of transformers, or a name as for `diagnose`. renderer: as
-        for `diagnose`. facts: about the run; those that are unknown are taken from the batches.
-        rows: examined of each step, whole groups where groups are known. every: looks at one in so
-        many batches. on_cause: "warn" reports each cause once; "raise" raises the MismatchError of
-        a cause; a function gets it. max_share: of the time between looks. warn: reports a sentence.
-        has_page: writes the page also when a cause is first found.
+        for `diagnose`. facts: about the run; missing ones are taken from the batches.
+        rows: examined of each step, whole groups where groups are known. every: number of
+        batches from one look to the next. on_cause: "warn" reports each cause once; "raise" raises
+        the MismatchError of a cause; a function gets it. max_share: of the time between looks.
+        warn: reports a sentence. has_page: writes the page also when a cause is first found.
 
         Raises ConfigError for options that cannot be, RendererError for an unusable tokenizer.
         """

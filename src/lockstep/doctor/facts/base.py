@@ -48,7 +48,7 @@ class Contradiction:
     expected: Sequence[Sequence[int]] = ()
     """[X] ids that should be there, where they are known."""
     reaches_on: bool = False
-    """Whether everything after a place in its row follows from it: other ids, other log-probs."""
+    """True if the defect changes everything after it in its row: other ids, other log-probs."""
     basis: Basis = "shown"
     """"fit" where one of the records was learnt from the rows."""
     moves: bool = True

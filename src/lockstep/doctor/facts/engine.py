@@ -222,7 +222,7 @@ def _of_prompt(mine: Ids, sent: Ids) -> tuple[str, str] | None:
     if np.array_equal(mine, sent):
         return None
     if len(mine) == 2 * len(sent) and np.array_equal(mine, np.concatenate([sent, sent])):
-        return "duplicated_prompt", "the prompt that the engine was sent stands in the row twice"
+        return "duplicated_prompt", "the row contains twice the prompt that the engine was sent"
     if _is_padded(mine, sent):
         return "padding", "the prompt that the engine was sent, with padding"
     if _is_padded(sent, mine):

@@ -16,7 +16,7 @@ MOST = 0.9
 """Share of replies that must end with an id for it to be a stop id that nobody told."""
 
 
-@fact("mask_author", claim="trained tokens are those that the model drew", needs=("is_sampled",))
+@fact("mask_author", claim="the model drew all trained tokens", needs=("is_sampled",))
 def mask_author(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     assert rows.is_sampled is not None, "the fact needs it"
     spans = rows.spans
@@ -94,7 +94,7 @@ def after_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     if not len(hit):
         return
     begin, end = first[hit] + 1, spans.end[hit]
-    # What goes on to a further stop is a dialogue: observations and the replies after them.
+    # Tokens that go on to another stop are a dialogue: observations and later replies.
     goes_on = rows.num_in(is_stop, begin, end) > 0
     spans_of_row = np.bincount(spans.row, minlength=len(rows))
     is_merged = spans_of_row[spans.row[hit]] == 1  # else the mask does tell turns apart
@@ -134,7 +134,7 @@ def missing_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
         open_ = spans.is_last & ~ends & (spans.size < longest)
         if open_.sum() >= MOST * spans.is_last.sum():
             is_wrong |= open_
-    note = "a reply ended, and neither it nor what follows has a stop id"
+    note = "a reply ended, and neither it nor the text after it has a stop id"
     at = last[is_wrong]
     # A model scores the row with the stop id (hypotheses/structure): what else is wrong then shows.
     reaches_on = setting.model is None

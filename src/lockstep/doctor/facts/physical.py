@@ -30,7 +30,7 @@ CLAIM = "the statistics of training do not contradict each other"
 
 
 def known_metrics(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of metrics with our names beside those of other programs; ours win.
+    """The rows of metrics, with our names added to the names of other programs; ours win.
 
     >>> known_metrics([{"actor/pg_clipfrac": 0.1, "step": 3}])[0]["train/clip_fraction"]
     0.1
@@ -56,7 +56,7 @@ def _column(rows: Sequence[Mapping[str, Any]], name: str) -> Float64Array:
 
 
 def _still(values: Float64Array) -> BoolArray:
-    """[S] True where a value is bitwise that of the step before."""
+    """[S] True where a value equals the value of the step before in every bit."""
     return np.append(False, values[1:] == values[:-1])[: len(values)]
 
 
@@ -103,7 +103,7 @@ def _rules(c: Callable[[str], Float64Array]) -> dict[int, dict[str, BoolArray]]:
     is_uniform = np.fmax(c("perplexity"), c("trainer_perplexity")) > UNIFORM
     lasting = {
         "k2 is beyond any two kernels: the rows hold other ids than were sampled": k2 > FAR,
-        "the perplexity is that of a guess: the rows hold other ids than were sampled": is_uniform,
+        "the perplexity is a guess's: the rows hold other ids than were sampled": is_uniform,
         "nearly all tokens are clipped": clipped > 0.9,
         "the two sides are far apart, but no token is clipped": (k3 > 1) & is_free,
         "updates move the mean log-prob far, but no token is clipped": is_far & is_free,

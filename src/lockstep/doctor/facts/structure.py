@@ -23,7 +23,7 @@ def prompt_twice(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
         if half >= 2 * MIN_EQUAL and np.array_equal(prompt[:half], prompt[half:]):
             begin.append(tokens.start + half)
             end.append(tokens.start + size)
-    note = "the prompt stands in the row twice"
+    note = "the row contains the prompt twice"
     yield Contradiction("duplicated_prompt", note, begin, end, reaches_on=not setting.model)
 
 

@@ -42,7 +42,7 @@ def control_in_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
                 token = int(np.searchsorted(ends, place, side="right"))
                 if ids[token] == tokenizer.control_id(found[0]):
                     begin.append(tokens.start + token)
-    note = "text of a message stands in the row as a control token"
+    note = "the row contains text of a message as a control token"
     at = np.array(sorted(set(begin)), np.int64)
     yield Contradiction("injected_control", note, at, at + 1, moves=False)
 

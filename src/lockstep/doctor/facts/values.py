@@ -19,7 +19,7 @@ ALIKE = 1e-3
 
 
 def sides(rows: Rows) -> Iterator[tuple[str, str, Float32Array, Float32Array | None]]:
-    """(side, its field, its numbers, the other side's), of those that are recorded."""
+    """(side, its field, its numbers, the other side's numbers) of each recorded side."""
     for who, name in SIDES.items():
         values = getattr(rows, name)
         other = next(getattr(rows, n) for n in SIDES.values() if n != name)
@@ -110,7 +110,7 @@ def _round_other(rows: Rows, *, name: str, grid: str) -> Rows:
     return rows.with_(**{name: rounded(getattr(rows, name), grid)})
 
 
-@fact("repeated", claim="no number stands in place of different log-probs")
+@fact("repeated", claim="no single number replaces different log-probs")
 def repeated(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     for who, _, values, other in sides(rows):
         is_known = rows.loss_mask & np.isfinite(values)
@@ -144,7 +144,7 @@ def repeated(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
             inner = int(rows.num_in(is_denied, begin, end)[is_inner].sum())
             if not is_bound and inner > MOST * is_denied.sum():
                 cause = "observation_trained"  # nobody drew the inside of a trained run
-            note = f"{word} {value:g} stands in place of the {who}'s log-probs"
+            note = f"{word} {value:g} replaces the {who}'s log-probs"
             # A shift moves such numbers, and brings few into a reply.
             sign = same.astype(np.float64) - alike
             more = np.bincount(rows.span_of + 1, sign)

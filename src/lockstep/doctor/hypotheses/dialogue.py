@@ -1,8 +1,7 @@
 """The sampler read other ids: the row's prompt, or its earlier replies, were written anew.
 
 Each repair writes the row again, by its messages or by an edit of its ids, and the model scores
-what comes of it. A call's id and the spelling of its arguments are of no account: only numbers are
-compared.
+the result. A call's id and the spelling of its arguments do not matter: only numbers are compared.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""With the logits: temperature, top-k, top-p, min-p and penalties give exact log-probs."""
+"""Predicts exact log-probs under temperature, top-k, top-p, min-p and penalties, by logits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def processing(view: View) -> Iterator[Prediction]:
     on_probes: dict[bytes, dict[Distribution, np.ndarray]] = {}
 
     def score(kind: Distribution, chosen: np.ndarray) -> np.ndarray:
-        """All kinds of a few rows in one forward; of all rows, the one that is asked for."""
+        """Scores all kinds on a few rows in one forward pass, and one kind on all rows."""
         if len(chosen) > NUM_PROBES:
             return model.score(rows, chosen, distribution=kind)
         key = chosen.tobytes()

@@ -1,4 +1,4 @@
-"""Log-probs are of other ids of the same text: aligned up to a token, then at changing offsets.
+"""Log-probs belong to other ids of the same text: offsets change from some token on.
 
 A reply that is decoded and encoded again has other tokens here and there. Its log-probs were laid
 onto the new ids in order, so that the offset changes at each of these places. The best monotone
@@ -32,7 +32,7 @@ REACH = 12
     fitted=3,
     is_of_other_ids=True,
     least=0.2,
-    claim="log-probs are of the ids that stand in the row",
+    claim="log-probs belong to the ids in the row",
 )
 def respelled(view: View) -> Iterator[Prediction]:
     rows = view.rows
@@ -78,7 +78,7 @@ def respelled(view: View) -> Iterator[Prediction]:
 
 
 def _is_rewritten(view: View, steps: Int64Array) -> bool:
-    """Whether the row's text is longer than the drawn one, by the changes of the offset [N]."""
+    """True if the row's text is longer than the drawn text. steps: [N] changes of the offset."""
     rows, tokenizer = view.rows, view.setting.tokenizer
     if tokenizer is None:
         return False

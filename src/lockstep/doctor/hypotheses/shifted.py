@@ -1,4 +1,4 @@
-"""Log-probs stand beside other tokens than their own: moved by some places, or of another row."""
+"""Log-probs are beside the wrong tokens: they moved by some places, or come from another row."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def moved(rows: Rows, values: Float64Array, at: Int64Array, by: int) -> Float64A
     return out
 
 
-@hypothesis("shifted", cause="shifted", claim="each log-prob stands beside its own token")
+@hypothesis("shifted", cause="shifted", claim="each log-prob is beside its own token")
 def shifted(view: View) -> Iterator[Prediction]:
     rows, recorded = view.rows, _recorded(view.rows)
     trained = np.flatnonzero(rows.loss_mask & (rows.position > 0))
@@ -52,7 +52,7 @@ def _recorded(rows: Rows) -> Float64Array:
     claim="each reply's log-probs begin where the reply begins",
 )
 def own_offset(view: View) -> Iterator[Prediction]:
-    """Each row has an offset of its own; one half of its tokens chooses that of the other half."""
+    """Each row has its own offset; one half of its tokens chooses the offset for the other half."""
     rows, trainer = view.rows, view.trainer
     recorded, out = _recorded(rows), np.full(rows.num_tokens, np.nan)
     for tokens in rows.slices:

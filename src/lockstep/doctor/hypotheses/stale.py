@@ -1,4 +1,4 @@
-"""Tokens of older weights have a gap, and those of the trainer's own version have none."""
+"""Tokens of older weights have a gap, and tokens of the trainer's version have none."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def repeated(rows: Rows, d: Float64Array) -> Float64Array:
     at = np.flatnonzero(np.isfinite(d))
     out = np.zeros(rows.num_tokens)
     guess = np.zeros(len(at))
-    for key in reversed(contexts(rows)):  # the general first: each adds what is left of it
+    for key in reversed(contexts(rows)):  # the general first: each adds its mean of the rest
         rest = d[at] - guess
         _, place = np.unique(key[at], return_inverse=True)
         mine = place.astype(np.int64) * len(rows) + rows.row_of[at]
@@ -79,9 +79,9 @@ def repeated(rows: Rows, d: Float64Array) -> Float64Array:
 
 
 def steadiness(view: View, d: Float64Array) -> float:
-    """Share of the deviation's variance that is left within equal contexts, counted from the first
-    id: 0 for what is computed from the ids, 1 for noise; NaN where too few contexts repeat. In
-    units of what noise on logits makes at each token: rows begin with tokens that are certain."""
+    """Share of the deviation's variance within equal contexts, counted from the first id: 0 for
+    numbers that are computed from the ids, 1 for noise; NaN if too few contexts repeat. Unit: the
+    effect of noise on logits at each token, since rows begin with tokens that are certain."""
     rows, model = view.rows, view.setting.model
     assert model is not None, "a side deviates from it"
     d = d / np.sqrt(np.maximum(model.spread(rows), MIN_SPREAD))
@@ -115,7 +115,7 @@ def deviating(view: View) -> tuple[str, Float64Array] | None:
     cause="other_weights",
     needs=("model",),
     fitted=9,
-    claim="neither side deviates from the model beyond what is explained",
+    claim="neither side deviates from the model by more than the explained gap",
 )
 def rest(view: View) -> Iterator[Prediction]:
     """Judged last, by `rest_of`: a deviation that nothing predicts is noise, or other weights."""
@@ -180,8 +180,10 @@ def rest_of(view: View, found: Explanation) -> tuple[str, str, float] | None:
 
 
 def _is_by_prompt(prompts: np.ndarray, far: Float64Array, limit: float) -> bool:
-    """Whether all rows of some prompts deviate, and none of others. prompts, far: [R] of each row,
-    its prompt and by how much it deviates."""
+    """True if all rows of some prompts deviate, and no row of the other prompts does.
+
+    prompts: [R] key of each row's prompt. far: [R] mean square of its deviation.
+    """
     _, place, num = np.unique(prompts, return_inverse=True, return_counts=True)
     least, most = np.full(len(num), np.inf), np.zeros(len(num))
     np.minimum.at(least, place, far)
@@ -228,8 +230,8 @@ def _noise(
 
 
 def _follows_advantages(rows: Rows, d: Float64Array) -> bool:
-    """Whether log-probs have moved as an update on these rows moves them: up where the advantage is
-    above 0, and down below."""
+    """True if log-probs have moved as an update on these rows moves them: up for advantages above
+    0, down for advantages below."""
     if rows.advantages is None:
         return False
     at = np.flatnonzero(np.isfinite(d) & np.isfinite(rows.advantages))

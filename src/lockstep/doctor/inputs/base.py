@@ -19,7 +19,7 @@ CHUNK_TOKENS = 1 << 18
 KEPT_BYTES = 768 << 20
 """Size up to which rows stay in memory after the first reading: eighteen million tokens with both
 log-probs and messages, about 100 MB of Parquet. Checks read all rows several times, and unpacking
-a run costs more than most of them."""
+a run costs more than most checks."""
 _WORDS_BYTES = 16
 """Approximate bytes per token of the text in messages."""
 
@@ -47,8 +47,8 @@ class Facts(RunFacts):
 class Dump(ABC):
     """The rows of one run, read on demand; memory does not grow with the file.
 
-    Each subclass with a `format` is one format, known from its definition on: a file of your own
-    that defines one is loaded with `lockstep doctor PATH --plugin FILE.py`. Most formats need only
+    Each subclass with a `format` is a format. It is known once it is defined: load a file that
+    defines your own with `lockstep doctor PATH --plugin FILE.py`. Most formats need only
     `FileDump` or `LineDump` (inputs/lines.py). formats.toml declares the package's own: names of
     files and columns. Opening a dump reads its head only. A defect of the
     file raises a DataError of one paragraph: path, what was expected, what was found, what to do.

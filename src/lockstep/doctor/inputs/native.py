@@ -332,7 +332,7 @@ def _value(column: Column, value: Any, size: int, where: str) -> Any:
 
 
 def _cast(column: Column, value: Any, where: str, *, ndim: int = 0) -> Array:
-    """A list of numbers in the dtype of the column. ndim: 0 is that of the column."""
+    """A list of numbers in the dtype of the column. ndim: 0 means the column's own."""
     if column.shape == "route" and isinstance(value, list):
         with suppress(TypeError, ValueError):  # no lists, or of other lengths
             value = np.array([[numbers(experts) for experts in layers] for layers in value])
@@ -374,7 +374,7 @@ def write_rows(path: str | Path, chunks: Iterable[Rows], facts: Facts | None = N
     """Writes rows to a Parquet file in the doctor's own columns.
 
     chunks: taken one at a time, so that memory holds one. All must have the same fields; the
-    columns are those that are not None. Returns the number of rows.
+    columns are the fields that are not None. Returns the number of rows.
     The file appears when all rows are written, or not at all.
 
     Raises DataError if there are no rows, or for another ending; AlignmentError if a chunk has

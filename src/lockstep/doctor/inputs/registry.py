@@ -22,10 +22,10 @@ EXAMPLE = Path(__file__).parents[1] / "example.parquet"
 
 
 def open_dump(path: str | Path, *, format: str = "") -> Dump:
-    """The run or dump at `path`; "example" is the shipped one, unless a file has that name.
+    """The run or dump at `path`; "example" is the shipped dump, unless a file has that name.
 
-    format: name of a format; empty recognises it. Formats of a plugin are tried before those of
-    the package. Raises DataError if there is nothing, or nothing that a format recognises.
+    format: name of a format; empty recognises it. A plugin's formats are tried before the
+    package's. Raises DataError if there is no file, or no format recognises it.
     """
     path = Path(path)
     formats = [*(kind for kind in Dump.formats if kind not in FORMATS), *FORMATS]

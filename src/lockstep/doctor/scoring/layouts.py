@@ -64,7 +64,7 @@ def layouts(
     rows: Rows, *, pad_id: int | None, max_positions: int
 ) -> Iterator[tuple[str, str, Callable[[Int64Array], Layout | None]]]:
     """(cause, defect in words, indices of rows -> their layout) of every wrong layout that the rows
-    allow. The order is that of the trials."""
+    allow, in the order of the trials."""
     trained = np.flatnonzero(rows.loss_mask & (rows.position > 0))
     prompts = np.minimum(rows.firsts(trained) - rows.offsets[:-1], rows.sizes)
     ids = np.split(rows.token_ids, rows.offsets[1:-1])
@@ -121,7 +121,7 @@ def layouts(
         text = f"after left padding to {to} that attention sees"
         yield "padding_attended", text, partial(laid, partial(attended, counts=counts))
     for to, counts in padding.items():
-        text = f"without its first tokens, as many as right padding to {to} has"
+        text = f"without its first tokens: the number that right padding to {to} has"
         yield "padding_attended", text, partial(laid, partial(cut, counts=counts))
 
 
