@@ -176,7 +176,8 @@ def rest_of(view: View, found: Explanation) -> tuple[str, str, float] | None:
     drawn = drawn[np.isfinite(drawn)]
     if len(drawn) >= MIN_TOKENS and size(drawn) <= limit:
         return "captured_graphs", f"{told}, but at the first token of a reply", 1.0
-    return "other_weights", f"{told}, and no other prompt explains any of it", 1.0
+    why = "no prompt that was tried explains any of it; the engine's prompt ids would decide"
+    return "other_weights", f"{told}, and {why}", 1.0
 
 
 def _is_by_prompt(prompts: np.ndarray, far: Float64Array, limit: float) -> bool:
