@@ -20,14 +20,14 @@ import random
 import re
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Score
 from lockstep.agent.match import Ask, Match
 from lockstep.agent.task_config import DialogueConfig, Split, TaskConfig
 from lockstep.agent.tasks import GeneratedSource, TaskSource
-from lockstep.config import check_numbers
+from lockstep.config import at_least
 from lockstep.recipes import recipe
 from lockstep.recipes.registry import supervised_recipe
 from lockstep.renderers.config import ChatMLConfig
@@ -91,11 +91,8 @@ class ProposerConfig(TaskConfig):
     TAG: ClassVar[str] = "proposer"
     SEATS: ClassVar[tuple[str, ...]] = ("proposer", "solver")
 
-    num_solvers: int = 4
+    num_solvers: Annotated[int, at_least(2)] = 4
     """Tries at each question."""
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "task.", "num_solvers", least=2)
 
     def tasks(self, *, split: Split, seed: int) -> TaskSource:
         def make(task_seed: int, index: int) -> Task:

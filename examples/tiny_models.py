@@ -13,11 +13,11 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from lockstep.agent.environment import first_messages
 from lockstep.agent.task_config import DialogueConfig
-from lockstep.config import require
+from lockstep.config import Interval
 from lockstep.envs.docsearch.config import INVALID_CALL, DocSearchConfig, world_problem
 from lockstep.envs.docsearch.config import TOOL_NAME as SEARCH
 from lockstep.envs.docsearch.worlds import ENTITY_WORDS, NAMES, NO_RESULTS, VALUES, World
@@ -253,12 +253,8 @@ class MathDemonstrationsConfig(DialogueConfig):
     """Word problems and chains, in equal parts: a stage without mistakes, to learn steps and
     copying, then a stage with them."""
 
-    head_share: float = 0.1
+    head_share: Annotated[float, Interval("[0, 1]")] = 0.1
     """Share of the chains that is answered without the tool."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, "", head_share=(0 <= self.head_share <= 1, "in [0, 1]"))
 
     def demonstrate(self, rng: random.Random, *, is_noisy: bool) -> list[Message]:
         noise = NOISY_MATH if is_noisy else CLEAN_MATH
@@ -361,14 +357,10 @@ class InstructionDemonstrationsConfig(DialogueConfig):
 
     TAG: ClassVar[str] = "instruction_demonstrations"
 
-    overlooked: float = 0.5
+    overlooked: Annotated[float, Interval("[0, 1]")] = 0.5
     """Probability that an instruction is ignored, in the second stage."""
     num_instructions: tuple[int, int] = (1, 3)
     """Least and most instructions in a prompt."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self, "", overlooked=(0 <= self.overlooked <= 1, "in [0, 1]"))
 
     def demonstrate(self, rng: random.Random, *, is_noisy: bool) -> list[Message]:
         world = PromptWorld.named("small")

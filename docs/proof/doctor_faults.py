@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from lockstep.agent.tasks import derive_seed
-from lockstep.config import tag
+from lockstep.config import at_least, tag
 from lockstep.doctor.scoring.prompts import opening_of
 from lockstep.errors import ConfigError
 from lockstep.models.attention import Attention
@@ -132,9 +132,7 @@ class TokensAfterStop(_EditFault):
     """Tokens after the stop token that ended a row are trained: an engine that samples a batch to
     its longest reply, and a program that does not cut. The log-probs are the model's own."""
 
-    least: ClassVar = {"count": 1}
-
-    count: int = 4
+    count: Annotated[int, at_least(1)] = 4
     """Tokens after the stop token: a repetition of the turn's beginning."""
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
@@ -150,9 +148,7 @@ class TrainedObservations(_EditFault):
     """Tokens that the model was given between its turns (a tool's reply) are trained: a mask that
     is 1 everywhere after the prompt."""
 
-    least: ClassVar = {"count": 0}
-
-    count: int = 0
+    count: Annotated[int, at_least(0)] = 0
     """Tokens of each row, from the first turn on; 0 for all."""
     logprobs: Literal["recomputed", "filler"] = "recomputed"
     """recomputed: the model's, as from an engine that scores its prompt. filler: 0.0."""
@@ -222,9 +218,7 @@ class DuplicatedPrompt(_EditFault):
     """The prompt is in the row again, before the last turn: a program that appends what is new by
     prompt[-n:], which is the whole prompt for n = 0."""
 
-    least: ClassVar = {"copies": 1}
-
-    copies: int = 1
+    copies: Annotated[int, at_least(1)] = 1
     """Additional copies."""
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
@@ -266,9 +260,7 @@ class PaddedRows(_EditFault):
     """Padding stays in the row: prompts padded on the left and replies on the right, whose
     attention mask is lost on the way to the trainer."""
 
-    least: ClassVar = {"count": 1}
-
-    count: int = 8
+    count: Annotated[int, at_least(1)] = 8
     """Padding tokens."""
     place: Literal["inside", "left"] = "inside"
     """inside: between the prompt and the first reply. left: before the prompt."""
@@ -288,13 +280,11 @@ class PaddedRows(_EditFault):
 class PostProcessedReplies(_EditFault):
     """Replies are changed after they were sampled."""
 
-    least: ClassVar = {"count": 1}
-
     kind: Literal["stripped", "completed"] = "stripped"
     """stripped: the last `count` text tokens before the stop token are removed with their
     log-probs, as by a program that tidies replies. completed: a reply that its budget cut off gets
     a stop token that was not sampled, trained with the log-prob 0.0."""
-    count: int = 2
+    count: Annotated[int, at_least(1)] = 2
     """Tokens of kind=stripped."""
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
@@ -321,9 +311,7 @@ class InjectedControlTokens(_EditFault):
     """Control tokens are inside of what a tool or user wrote: a tokenizer that reads `<|im_end|>`
     in a web page as the end of a turn. The model reads them too, so both sides agree."""
 
-    least: ClassVar = {"count": 1}
-
-    count: int = 1
+    count: Annotated[int, at_least(1)] = 1
     """Control tokens in each row."""
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
@@ -442,9 +430,7 @@ class QuantisedLogprobs(_ValueFault):
 class _RatioFault(_ValueFault):
     """Base of faults whose log-probs are of another distribution than the one at hand."""
 
-    least: ClassVar = {"std": 0}
-
-    std: float = 0.5
+    std: Annotated[float, at_least(0)] = 0.5
     """Standard deviation of the log ratio of the two at an unlikely token."""
 
     def log_ratios(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.float64]:
@@ -570,9 +556,7 @@ class PackingLeak(_TrainedFault):
     """The trainer's attention does not stop where a packed row begins: each sees those before it,
     among `rows` that are packed together."""
 
-    least: ClassVar = {"rows": 2}
-
-    rows: int = 2
+    rows: Annotated[int, at_least(2)] = 2
     """Rows that see one another."""
     restarts: bool = True
     """Whether positions begin again in each row."""
@@ -585,9 +569,7 @@ class PackingLeak(_TrainedFault):
 class PaddingAttended(_TrainedFault):
     """The trainer pads rows on the left to the longest of their batch, and attention sees it."""
 
-    least: ClassVar = {"token": 0}
-
-    token: int = 0
+    token: Annotated[int, at_least(0)] = 0
     """Id of the padding."""
 
     def make_trained(self, model: Decoder) -> Decoder:

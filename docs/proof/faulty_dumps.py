@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import singledispatch
-from typing import ClassVar, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from doctor_faults import (
 )
 
 from lockstep.agent.tasks import derive_seed
+from lockstep.config import Interval, at_least
 from lockstep.doctor.rows import Rows
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import copy_decoder
@@ -167,11 +168,9 @@ class NonfiniteLogprobs(_ValueFault):
     """Some trained tokens have no finite log-prob: an op that overflowed, or a token outside of
     top-p. In a run the episode of such a token fails."""
 
-    shares: ClassVar = ("share", "token_share")
-
     value: Literal["nan", "-inf"] = "nan"
     """Value that replaces the log-prob."""
-    token_share: float = 0.02
+    token_share: Annotated[float, Interval("(0, 1]")] = 0.02
     """Share of the trained tokens that are hit."""
 
     def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:
@@ -192,9 +191,7 @@ class ProbabilitiesAsLogprobs(_ValueFault):
 class AdapterOfUpdates(UnmergedAdapter):
     """The sampler runs the base model, and the trainer has an adapter after `updates` updates."""
 
-    least: ClassVar = {"updates": 1}
-
-    updates: int = 8
+    updates: Annotated[int, at_least(1)] = 8
     """Updates of the adapter."""
 
 
@@ -202,9 +199,7 @@ class AdapterOfUpdates(UnmergedAdapter):
 class ScoredAfterUpdates(ScoredAfterUpdate):
     """The trainer's log-probs are those after `updates` updates on the rows."""
 
-    least: ClassVar = {"updates": 1}
-
-    updates: int = 1
+    updates: Annotated[int, at_least(1)] = 1
     """Updates on the rows of the dump."""
 
 

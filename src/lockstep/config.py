@@ -211,8 +211,9 @@ def _from_dict(cls: type[T], tree: Mapping[str, Any], path: str) -> T:
     try:
         return cls(**values)
     except ConfigError as error:
+        joint = "." if isinstance(error, SettingError) else ": "
         is_named = str(error).startswith(path)
-        raise ConfigError(str(error) if is_named else f"{path}: {error}") from None
+        raise ConfigError(str(error) if is_named else f"{path}{joint}{error}") from None
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -355,31 +356,66 @@ def read_json(path: Path, error: type[LockstepError]) -> dict[str, Any]:
     return cast("dict[str, Any]", found)
 
 
-def check_numbers(
-    config: Any, where: str, *names: str, least: float | None = None, most: float = math.inf
-) -> None:
-    """Raises ConfigError unless these fields are None, or finite, at most `most`, and at least
-    `least` or above 0 without it. where: the path of the config, with a dot at its end."""
-    for name in names:
-        value = getattr(config, name)
-        if value is None:
-            continue
-        is_enough = value > 0 if least is None else value >= least
-        if math.isfinite(value) and is_enough and value <= most:
-            continue
-        kind = "" if isinstance(value, int) else "a finite number of "
-        bound = "a finite number above 0" if least is None else f"{kind}at least {least:g}"
-        if is_enough and value > most:
-            bound = f"at most {most:g}"
-        raise ConfigError(f"{where}{name}={value} must be {bound}.")
+@dataclasses.dataclass(frozen=True, slots=True)
+class Interval:
+    """The numbers that a setting may have, in its annotation; None is always allowed.
+
+    >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+    ... class Draw(Checked):
+    ...     top_p: typing.Annotated[float, Interval("(0, 1]")] = 1.0
+    >>> Draw(top_p=0.0)
+    Traceback (most recent call last):
+    lockstep.config.SettingError: top_p=0.0 must be in (0, 1].
+    """
+
+    text: str
+    """As in mathematics: a round bracket leaves its end out. "[1, inf)" has no upper end."""
+
+    def expected(self, value: float) -> str:
+        """Describes the interval if `value` is outside of it; else empty."""
+        low, high = map(float, self.text[1:-1].split(","))
+        is_above = value > low if self.text[0] == "(" else value >= low
+        is_below = value < high if self.text[-1] == ")" else value <= high
+        if is_above and is_below and math.isfinite(value):
+            return ""
+        if high < math.inf:
+            return f"in {self.text}"
+        if self.text[0] == "(":
+            return f"a finite number above {low:g}"
+        return f"{'' if isinstance(value, int) else 'a finite number of '}at least {low:g}"
 
 
-def require(config: Any, where: str, **rules: tuple[bool, str]) -> None:
-    """Raises ConfigError for the first rule that does not hold. where: as for `check_numbers`.
-    rules: setting -> (whether it holds, the text of the rule)."""
+def at_least(least: float) -> Interval:
+    return Interval(f"[{least}, inf)")
+
+
+ABOVE_0 = Interval("(0, inf)")
+
+
+class SettingError(ConfigError):
+    """A value that a setting may not have. The text begins with the setting's own name."""
+
+
+class Checked:
+    """Base of settings with bounds: checks each field that is annotated with an Interval or a
+    Literal, however the object is made."""
+
+    def __post_init__(self) -> None:
+        intervals, choices = _limits(type(self))
+        for name, interval in intervals.items():
+            value = getattr(self, name)
+            if value is not None and (expected := interval.expected(value)):
+                raise SettingError(f"{name}={value} must be {expected}.")
+        for name, annotation in choices.items():
+            _value(annotation, getattr(self, name), name)
+
+
+def require(config: Any, **rules: tuple[bool, str]) -> None:
+    """Raises SettingError for the first rule that does not hold. rules: setting -> (whether it
+    holds, the text of the rule)."""
     for name, (holds, expected) in rules.items():
         if not holds:
-            raise ConfigError(f"{where}{name}={getattr(config, name)!r} must be {expected}.")
+            raise SettingError(f"{name}={getattr(config, name)!r} must be {expected}.")
 
 
 def check_key(key: str, *, host: str, where: str) -> None:
@@ -398,14 +434,6 @@ def cannot_listen(error: Exception, where: str) -> ConfigError:
     is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
     hint = " Another program listens there; port=0 takes a free one." if is_taken else ""
     return ConfigError(f"{where}: {getattr(error, 'strerror', None) or error}.{hint}")
-
-
-def check_choices(config: Any, where: str) -> None:
-    """Raises ConfigError for a field whose value is none of its Literal's: a dataclass that is made
-    in Python has no other check of it. `where` names the settings in the message."""
-    for name, annotation in _hints(_class(config)).items():
-        if any(typing.get_origin(member) is typing.Literal for member in _union(annotation)):
-            _value(annotation, getattr(config, name), f"{where}.{name}")
 
 
 def tag(cls: type) -> str:
@@ -687,6 +715,24 @@ def _field_names(cls: type) -> list[str]:
 @cache
 def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
+
+
+@cache
+def _limits(cls: type) -> tuple[dict[str, Interval], dict[str, Any]]:
+    """(field -> its Interval, field -> its annotation with a Literal). A field that a subclass
+    declares again keeps its Interval."""
+    intervals: dict[str, Interval] = {}
+    for base in reversed(cls.__mro__):
+        for name, annotation in typing.get_type_hints(base, include_extras=True).items():
+            for part in typing.get_args(annotation):
+                if isinstance(part, Interval):
+                    intervals[name] = part
+    choices = {
+        name: _hints(cls)[name]
+        for name in _field_names(cls)
+        if any(typing.get_origin(each) is typing.Literal for each in _union(_hints(cls)[name]))
+    }
+    return intervals, choices
 
 
 def _union(annotation: Any) -> tuple[Any, ...]:

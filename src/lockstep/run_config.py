@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig, FrozenSeat, OwnSeat, SamplingConfig, SeatConfig
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.task_config import DialogueConfig, TaskConfig
-from lockstep.config import check_numbers, require, tag
+from lockstep.config import ABOVE_0, Checked, Interval, at_least, require, tag
 from lockstep.correction.config import Correction
 from lockstep.engines.config import EmbeddedConfig, EngineConfig, PoolConfig
 from lockstep.errors import ConfigError
@@ -45,19 +45,18 @@ MAX_STEPS, MAX_EPISODES = 10**8, 10**6
 
 
 @dataclass(frozen=True, kw_only=True)
-class _HeldOutTasks:
+class _HeldOutTasks(Checked):
     task: TaskConfig | None = None
     """Kind of these tasks, with settings of its own; none takes the task that is trained."""
-    num_tasks: int = 128
+    num_tasks: Annotated[int, at_least(0)] = 128
     """Held-out tasks; the same ones each time. 0, or evaluation=none, tests nothing."""
-    num_samples: int = 1
+    num_samples: Annotated[int, at_least(1)] = 1
     """Samples per task: the k of mean@k and pass@k."""
-    temperature: float | None = None
+    temperature: Annotated[float | None, at_least(0)] = None
     """Temperature of these samples; None takes that of training, 0 is greedy."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "evaluation.", "num_samples", least=1)
-        check_numbers(self, "evaluation.", "num_tasks", "temperature", least=0)
+        super().__post_init__()
         if self.task is not None and self.task.SEATS:
             raise ConfigError(
                 f"evaluation: task={tag(type(self.task))} is played from the seats "
@@ -74,7 +73,7 @@ class EvaluationSet(_HeldOutTasks):
 class EvaluationConfig(_HeldOutTasks):
     """Tests of the policy on tasks that it is not trained on."""
 
-    every: int = 0
+    every: Annotated[int, at_least(0)] = 0
     """Steps between evaluations; 0 tests before the first step and after the last one only."""
     PRESETS: ClassVar[dict[str, Callable[[], EvaluationConfig]]] = {
         "none": lambda: EvaluationConfig(num_tasks=0)
@@ -91,18 +90,17 @@ class EvaluationConfig(_HeldOutTasks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_numbers(self, "evaluation.", "every", least=0)
         is_finite = math.isfinite(self.success_reward)
-        require(self, "evaluation.", success_reward=(is_finite, "a finite number"))
+        require(self, success_reward=(is_finite, "a finite number"))
         if taken := {*self.sets} & {"sampled", "greedy", "loss", "train"}:
             raise ConfigError(f"evaluation.sets.{min(taken)}: the name is taken. Choose another.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorConfig:
+class DoctorConfig(Checked):
     """Checks of the sampled and trained rows of a run, and the reaction to a finding."""
 
-    rows: int = 16
+    rows: Annotated[int, at_least(0)] = 16
     """Rows of each step to check, whole groups, other tasks in turn; 0 checks none. Only checks
     that need no model are made; they take milliseconds."""
     on_critical: Literal["note", "stop"] = "note"
@@ -113,15 +111,12 @@ class DoctorConfig:
     fail or are never called, groups without a signal, an unusual learning rate. The same lines are
     in `health/*`, in the report and at the end of a run."""
 
-    def __post_init__(self) -> None:
-        check_numbers(self, "doctor.", "rows", least=0)
-
 
 @dataclass(frozen=True, kw_only=True)
-class SignalConfig:
+class SignalConfig(Checked):
     """Groups that teach: which tasks a step draws, and which episodes it trains."""
 
-    max_extra_tasks: int = 0
+    max_extra_tasks: Annotated[int, at_least(0)] = 0
     """Tasks that a step may draw beyond groups_per_step. They replace tasks whose episodes all have
     the same reward and so teach nothing (dynamic sampling of DAPO, Yu et al. 2025). If they do not
     suffice, the step trains the groups without a signal too. 0 replaces none."""
@@ -134,12 +129,12 @@ class SignalConfig:
     over_long: Literal["train", "drop"] = "train"
     """Treatment of an episode that a budget cut off: train on it, or leave it out once it has
     counted in its group's baseline (overlong filtering of DAPO)."""
-    length_penalty_tokens: int = 0
+    length_penalty_tokens: Annotated[int, at_least(0)] = 0
     """Width in tokens of the penalty zone before max_tokens. Within it, the reward of a training
     episode falls linearly by up to 1 (soft overlong punishment of DAPO). 0 subtracts nothing."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "signal.", "max_extra_tasks", "length_penalty_tokens", least=0)
+        super().__post_init__()
         if self.on_shortage == "stop" and not self.max_extra_tasks:
             raise ConfigError(
                 "on_shortage=stop with max_extra_tasks=0: no group is replaced, so "
@@ -148,7 +143,7 @@ class SignalConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelChoice:
+class ModelChoice(Checked):
     """The model and how it is run: settings that every kind of run has."""
 
     name: str = "run"
@@ -162,19 +157,19 @@ class ModelChoice:
     vision: Literal["refuse", "keep"] = "refuse"
     """Treatment of a checkpoint with a tower that reads images: refuse it, or keep the tower as it
     is, never run and never trained, beside the language model."""
-    seed: int = 0
+    seed: Annotated[int, Interval("[0, 9223372036854775808)")] = 0
     """Seed of tasks, sampling and every other draw."""
-    max_tokens: int = 512
+    max_tokens: Annotated[int, at_least(1)] = 512
     """Longest row: prompt, sampled and observed tokens of one episode."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the trainer, and of the sampler unless engine.dtype differs; auto is
     bfloat16 on a GPU and float32 on a CPU, and a run stores which. The optimizer
     keeps float32 masters; float16 gradients are scaled (trainer.loss_scale)."""
-    threads: int = 1
+    threads: Annotated[int, Interval("[1, 4096]")] = 1
     """CPU threads of torch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the model; auto takes a GPU if there is one."""
-    memory_limit_gib: float = 0.0
+    memory_limit_gib: Annotated[float, at_least(0)] = 0.0
     """GiB of the device's memory that the run may take. A run with a larger predicted peak is
     refused at start. 0 takes the memory that is free on the device."""
     renderer: RendererConfig | None = None
@@ -201,12 +196,9 @@ class ModelChoice:
         return DEFAULT_DTYPES[self.expected_device] if self.dtype == "auto" else self.dtype
 
     def __post_init__(self) -> None:
-        check_numbers(self, "", "max_tokens", least=1)
-        check_numbers(self, "", "threads", least=1, most=4096)
-        check_numbers(self, "", "seed", least=0, most=2**63 - 1)
-        check_numbers(self, "", "memory_limit_gib", least=0)
+        super().__post_init__()
         is_name = bool(self.name) and "/" not in self.name
-        require(self, "", name=(is_name, "usable as part of a directory name"))
+        require(self, name=(is_name, "usable as part of a directory name"))
         self.trainer.check_budget(self.max_tokens)
 
 
@@ -214,17 +206,17 @@ class ModelChoice:
 class Config(ModelChoice):
     """One training run."""
 
-    steps: int = 100
+    steps: Annotated[int, Interval(f"[1, {MAX_STEPS}]")] = 100
     """Training steps."""
-    groups_per_step: int = 8
+    groups_per_step: Annotated[int, Interval(f"[1, {MAX_EPISODES}]")] = 8
     """Tasks per step."""
-    group_size: int = 8
+    group_size: Annotated[int, Interval(f"[1, {MAX_EPISODES}]")] = 8
     """Episodes per task: what a group baseline compares."""
-    max_failed_share: float = 0.5
+    max_failed_share: Annotated[float, Interval("[0, 1)")] = 0.5
     """Share of a step's episodes that may fail (a tool crashes the environment, an engine answers
     nonsense). Above it the run stops with the reason; below it the other episodes are trained
     on."""
-    max_staleness: int = 0
+    max_staleness: Annotated[int, at_least(0)] = 0
     """Number of steps that the sampling weights may be behind. 0 samples and trains in turn. Above
     0, up to this many later batches are sampled ahead. Their episodes get new weights in the middle
     of a reply, and an engine in another process samples while the trainer trains."""
@@ -317,10 +309,6 @@ class Config(ModelChoice):
 
     def __post_init__(self) -> None:
         ModelChoice.__post_init__(self)
-        check_numbers(self, "", "steps", least=1, most=MAX_STEPS)
-        check_numbers(self, "", "groups_per_step", "group_size", least=1, most=MAX_EPISODES)
-        check_numbers(self, "", "max_staleness", least=0)
-        require(self, "", max_failed_share=(0 <= self.max_failed_share < 1, "in [0, 1)"))
         if self.distill is None or self.distill.reward_coef:
             self.advantage.check_group_size(self.group_size)
         self.credit.check_advantage(self.advantage, max_turns=self.agent.max_turns)
@@ -472,7 +460,7 @@ class SupervisedConfig(ModelChoice):
     """The file of dialogues, and how it is trained on."""
     data: DialogueConfig | None = None
     """Dialogues made by a program, in place of sft.path."""
-    spelling_dropout: float = 0.0
+    spelling_dropout: Annotated[float, Interval("[0, 1)")] = 0.0
     """Share of the tokenizer's merges that is left out in replies (BPE dropout): the model learns
     that one text has many spellings."""
     evaluation: HeldOutConfig = field(default_factory=HeldOutConfig)
@@ -503,7 +491,6 @@ class SupervisedConfig(ModelChoice):
                 f"trainer.routing_replay={self.trainer.routing_replay}: in supervised training "
                 "nothing was sampled, and there are no routes to replay. Leave it out."
             )
-        require(self, "", spelling_dropout=(0 <= self.spelling_dropout < 1, "in [0, 1)"))
 
 
 APIS = ("agents", "tinker")
@@ -527,15 +514,13 @@ class ServeConfig(ModelChoice):
     agent: SamplingConfig = field(default_factory=SamplingConfig)
     """How the replies to requests that name nothing else are drawn. No request gets more than
     agent.max_turn_tokens."""
-    turn_seconds: float = 600.0
+    turn_seconds: Annotated[float, ABOVE_0] = 600.0
     """Seconds until a reply is cut off; the tokens sampled so far are returned."""
-    idle_seconds: float = 3600.0
+    idle_seconds: Annotated[float, at_least(0)] = 3600.0
     """A session without a request for this time has failed: its agent is gone. 0: no limit."""
 
     def __post_init__(self) -> None:
         ModelChoice.__post_init__(self)
         self.engine.check_budget(self.max_tokens)
-        check_numbers(self, "", "idle_seconds", least=0)
-        check_numbers(self, "", "turn_seconds")
         is_known = bool(self.api) and set(self.api) <= set(APIS)
-        require(self, "", api=(is_known, f"some of {', '.join(APIS)}"))
+        require(self, api=(is_known, f"some of {', '.join(APIS)}"))

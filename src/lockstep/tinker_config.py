@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from lockstep.config import check_choices, check_numbers
+from lockstep.config import ABOVE_0, Checked, at_least
 from lockstep.errors import ConfigError
 
 KEY_PREFIX = "tml-"
@@ -22,16 +22,16 @@ def client_key(key: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TinkerConfig:
+class TinkerConfig(Checked):
     """Limits of Tinker's API, and what the server keeps."""
 
     models: tuple[str, ...] = ()
     """Base models as NAME=MODEL, by the names that clients use. Empty serves the model of the
     command under its own name."""
-    silent_seconds: float = 300.0
+    silent_seconds: Annotated[float, ABOVE_0] = 300.0
     """Seconds without a sign of life (clients send one every 10 s) until a session counts as gone:
     its models and samplers are unloaded, its checkpoints stay."""
-    state_seconds: float = 60.0
+    state_seconds: Annotated[float, at_least(0)] = 60.0
     """Seconds of a model's work between saves of its state. An update saves when they have passed,
     so a restart repeats about that much at most."""
     result_seconds: ClassVar[float] = 3600.0
@@ -59,7 +59,7 @@ class TinkerConfig:
     max_pending_samples: ClassVar[int] = 4096
     """Requests for samples that wait or run at a time; further ones are answered with 429, and the
     clients wait."""
-    max_open_samplers: int = 16
+    max_open_samplers: Annotated[int, at_least(1)] = 16
     """Samplers whose weights are in memory; the one unused for longest makes room, and is loaded
     again when it is asked."""
     uses_retrieve_futures: bool = False
@@ -72,13 +72,10 @@ class TinkerConfig:
         return "" if self.stable_reinforce == "refuse" else self.stable_reinforce
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         names = [entry.partition("=")[0] for entry in self.models]
         for entry in self.models:
             if not all(entry.partition("=")[::2]):
                 raise ConfigError(f"tinker.models has {entry!r}; expected NAME=MODEL.")
         if len(set(names)) < len(names):
             raise ConfigError(f"tinker.models names a model twice: {', '.join(names)}.")
-        check_numbers(self, "tinker.", "silent_seconds")
-        check_choices(self, "tinker")
-        check_numbers(self, "tinker.", "state_seconds", least=0)
-        check_numbers(self, "tinker.", "max_open_samplers", least=1)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from lockstep.config import check_numbers, require
+from lockstep.config import ABOVE_0, Checked, Interval, at_least, require
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.errors import ConfigError
 
@@ -14,17 +14,17 @@ MIN_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sampling:
+class _Sampling(Checked):
     """How the tokens of a turn are drawn."""
 
-    max_turn_tokens: int = 1024
+    max_turn_tokens: Annotated[int, at_least(1)] = 1024
     """Tokens that the model may sample in one turn; the stop token counts."""
-    temperature: float = 1.0
+    temperature: Annotated[float, at_least(0)] = 1.0
     """Temperature of the draw; 0 is greedy. Log-probs are recorded under the distribution that was
     drawn from, top_k and top_p included."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Interval("(0, 1]")] = 1.0
     """Draw from the smallest set of tokens with this much probability; 1 is off."""
-    top_k: int = 0
+    top_k: Annotated[int, at_least(0)] = 0
     """Draw from this many most probable tokens; 0 is off."""
 
     @property
@@ -33,15 +33,9 @@ class _Sampling:
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
 
     def __post_init__(self) -> None:
-        check_numbers(self, "agent.", "max_turn_tokens", least=1)
-        check_numbers(self, "agent.", "temperature", "top_k", least=0)
+        super().__post_init__()
         is_drawable = not self.temperature or self.temperature >= MIN_TEMPERATURE
-        require(
-            self,
-            "agent.",
-            top_p=(0 < self.top_p <= 1, "in (0, 1]; 1 is off"),
-            temperature=(is_drawable, f"0 or at least {MIN_TEMPERATURE:g}"),
-        )
+        require(self, temperature=(is_drawable, f"0 or at least {MIN_TEMPERATURE:g}"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +47,9 @@ class SamplingConfig(_Sampling):
 class AgentConfig(_Sampling):
     """Budgets of one episode, and how its tokens are drawn."""
 
-    max_turns: int = 8
+    max_turns: Annotated[int, at_least(1)] = 8
     """Turns that the model may take in one episode."""
-    max_seconds: float = 600.0
+    max_seconds: Annotated[float, ABOVE_0] = 600.0
     """Wall time of one episode. At its end, a reply is aborted and the episode is scored as it is.
     A single call of the environment is cut off after the same time."""
     continue_cut_turns: bool = False
@@ -66,19 +60,12 @@ class AgentConfig(_Sampling):
     over the same ids. Costs 4 bytes per id: at most 4 * top_k per token, and with top_p alone the
     number of ids that the model is unsure about. Without the record, or with an engine that cannot
     make it, the gradient is biased by `mismatch/support_bias`."""
-    max_in_flight: int = 256
+    max_in_flight: Annotated[int, at_least(0)] = 256
     """Episodes that run at the same time, over all batches; 0 has no limit."""
-    tool_timeout_seconds: float = 30.0
+    tool_timeout_seconds: Annotated[float, ABOVE_0] = 30.0
     """After this a tool call is given up, and the model reads that it took too long."""
-    tool_output_chars: int = 8192
+    tool_output_chars: Annotated[int, at_least(64)] = 8192
     """Characters of a tool's output that the model reads; the rest is cut, with a notice."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_numbers(self, "agent.", "max_seconds", "tool_timeout_seconds")
-        check_numbers(self, "agent.", "max_turns", least=1)
-        check_numbers(self, "agent.", "max_in_flight", least=0)
-        check_numbers(self, "agent.", "tool_output_chars", least=64)  # room for the notice
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,11 +19,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from lockstep.agent.environment import Score
 from lockstep.agent.scoring import Scored, ScorerConfig, accepted_answers
-from lockstep.config import check_numbers, require
+from lockstep.config import ABOVE_0, at_least, require
 from lockstep.engines.http import HttpClient
 from lockstep.errors import ConfigError, EngineError, JudgeError, ServerRefusedError
 from lockstep.tables import tables_beside
@@ -67,29 +67,26 @@ class JudgeScorer(ScorerConfig):
     quotations that their text cannot end."""
     grades: tuple[float, float] = (0.0, 10.0)
     """Lowest and highest grade; they are made 0 and 1."""
-    samples: int = 1
+    samples: Annotated[int, at_least(1)] = 1
     """Gradings per episode; the reward is their median."""
-    temperature: float = 0.0
+    temperature: Annotated[float, at_least(0)] = 0.0
     """Temperature of the judge."""
-    max_tokens: int = 1024
+    max_tokens: Annotated[int, at_least(1)] = 1024
     """Tokens that one grading may take."""
-    timeout_seconds: float = 120.0
+    timeout_seconds: Annotated[float, ABOVE_0] = 120.0
     """Seconds without a byte from the server until the grading has failed."""
     retries: ClassVar[int] = 4
     """Retries of a grading that failed or cannot be read; then the episode fails."""
     retry_seconds: ClassVar[float] = 1.0
     """Seconds before the first retry; each pause after it is twice as long, up to 30 s."""
-    max_in_flight: int = 32
+    max_in_flight: Annotated[int, at_least(1)] = 32
     """Gradings that run at the same time."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "judge: ", "timeout_seconds")
-        check_numbers(self, "judge: ", "temperature", least=0)
-        check_numbers(self, "judge: ", "samples", "max_tokens", "max_in_flight", least=1)
+        super().__post_init__()
         low, high = self.grades
         require(
             self,
-            "judge: ",
             grades=(-math.inf < low < high < math.inf, "(lowest, highest)"),
             temperature=(self.samples == 1 or self.temperature > 0, "above 0 with samples > 1"),
             url=(bool(re.match(r"(https?://|$)", self.url)), "http://... or https://..."),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from lockstep.agent.environment import Score
+from lockstep.config import Checked
 from lockstep.errors import DataError
 from lockstep.types import Message, Task
 
@@ -15,7 +16,7 @@ Scored = tuple[Score, dict[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScorerConfig:
+class ScorerConfig(Checked):
     """Base of every way to score. A subclass is a choice of the setting `task.scorer`, by its tag;
     a module given with --plugin adds its own."""
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, GroupScorer
 from lockstep.agent.harness import Harness
 from lockstep.agent.match import Match
 from lockstep.agent.tasks import TaskSource
-from lockstep.config import check_numbers, require
+from lockstep.config import Checked, Interval, at_least
 from lockstep.types import Message, Task
 
 Split = Literal["train", "eval"]
@@ -20,7 +20,7 @@ IN_PROCESS = "in this process: a call that holds Python's lock cannot be ended a
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskConfig:
+class TaskConfig(Checked):
     """Base of every kind of task. A subclass is a choice of the setting `task`, by its tag.
 
     Everything is made on demand: reading a config touches no file. `check` is called before a model
@@ -78,7 +78,7 @@ class TaskConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DialogueConfig:
+class DialogueConfig(Checked):
     """Base of demonstrations that a program writes, for supervised training in two stages: without
     mistakes, then with some. A subclass is a choice of the setting `data` of `lockstep sft`, by its
     tag, and gives `demonstrate`.
@@ -87,14 +87,10 @@ class DialogueConfig:
     reinforcement learning.
     """
 
-    num_dialogues: int = 40000
+    num_dialogues: Annotated[int, at_least(2)] = 40000
     """Dialogues in both stages, each about a task of its own."""
-    clean_share: float = 0.75
+    clean_share: Annotated[float, Interval("(0, 1)")] = 0.75
     """Share of the steps and dialogues that the stage without mistakes has."""
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "", "num_dialogues", least=2)
-        require(self, "", clean_share=(0 < self.clean_share < 1, "in (0, 1)"))
 
     def demonstrate(self, rng: random.Random, *, is_noisy: bool) -> list[Message]:
         """One dialogue about a task drawn from `rng`. is_noisy: with mistakes."""

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from lockstep.config import check_choices, check_numbers
+from lockstep.config import ABOVE_0, Checked, at_least
 from lockstep.errors import ConfigError
 
 Anchor = Literal["rollout", "recomputed", "on_policy"]
@@ -44,7 +44,7 @@ def _refuse(where: str, *claims: tuple[bool, str]) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class Rule(Checked):
     """Rejects tokens or sequences from training if their statistic lies outside [low, high].
 
     Every rule is evaluated on the original mask, and a token is rejected if any rule rejects it. So
@@ -76,7 +76,7 @@ class Rule:
     """Constructors by name: `correction.reject=["veto_ratio"]` on the command line."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "rule")
+        super().__post_init__()
         low, high, stat = self.low, self.high, self.stat
         given = [b for b in (low, high) if b is not None]
         found, how = f"found low={low}, high={high}", f": aggregation={self.aggregation}"
@@ -160,7 +160,7 @@ Rule.PRESETS = {name: getattr(Rule, name) for name in ("veto_ratio", "veto_prob"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Correction:
+class Correction(Checked):
     """The correction of the gap between the sampling policy and the trained policy.
 
     Throughout, "old" is the trainer's policy before the first update of the batch, and "behaviour"
@@ -175,7 +175,7 @@ class Correction:
     behaviour: Behaviour = "rollout"
     """Log-probs of the behaviour: those recorded while sampling, or the mean probability over
     re-scorings by the engine that sampled (`rescorings`)."""
-    rescorings: int = 8
+    rescorings: Annotated[int, at_least(1)] = 8
     """Number of re-scorings by the engine, with behaviour=averaged."""
     level: Level = "none"
     """Ratio that is the weight. token: the token's own. sequence: the product over the sequence,
@@ -194,14 +194,14 @@ class Correction:
     denominator: Denominator = "original"
     """Divisor of a mean in the loss: all sampled tokens (rejecting shrinks the step), or the kept
     ones (rejecting leaves it)."""
-    kl_penalty_coef: float = 0.0
+    kl_penalty_coef: Annotated[float, at_least(0)] = 0.0
     """Coefficient of a penalty on KL(sampler || trainer). 0 is off; 0.01 is usual."""
     kl_penalty_form: Literal["loss", "advantage"] = "loss"
     """loss: k3 is added to each token's loss, which pulls the trainer back to the sampler.
     advantage: mean(k1) - k1 is added to each token's advantage. It makes tokens rarer that the
     sampler finds likelier than the trainer does. This can lower the KL if both share weights; a
     fixed sampler does not follow, so the trainer moves away from it."""
-    kl_penalty_clip: float | None = None
+    kl_penalty_clip: Annotated[float | None, ABOVE_0] = None
     """Largest |k1| that counts in the penalty. With kl_penalty_form=loss, tokens beyond pull like
     one at the bound."""
 
@@ -209,10 +209,7 @@ class Correction:
     """Constructors by name, for `correction=NAME` on the command line."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "correction")
-        check_numbers(self, "correction.", "rescorings", least=1)
-        check_numbers(self, "correction.", "kl_penalty_coef", least=0)
-        check_numbers(self, "correction.", "kl_penalty_clip")
+        super().__post_init__()
         (low, high), level, anchor = self.limits, self.level, self.anchor
         limits, has_weights = f".limits={low:g},{high:g}", level != "none"
         is_beside_1 = low > 1 or (has_weights and high < 1)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from lockstep.config import check_numbers
+from lockstep.config import ABOVE_0, Checked, Interval, at_least
 from lockstep.errors import ConfigError
 from lockstep.launch.config import share_of
 
@@ -22,29 +22,26 @@ SampleDtype = Literal["same", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PoolConfig:
+class PoolConfig(Checked):
     """How several replicas serve one run (docs/engines.md). Without effect on a single engine."""
 
     update: Literal["together", "rolling"] = "together"
     """together: all replicas load new weights at once. rolling: one after the other, while the
     others keep sampling, so that for a moment two versions sample."""
-    frozen_seconds: float = 120.0
+    frozen_seconds: Annotated[float, ABOVE_0] = 120.0
     """A replica with requests counts as frozen after this silence and is taken out. After half of
     the time it is asked for one token, and a twelfth lies between two pings. One that is out is
     tried again after a twelfth, then after twice as long each time, up to half of it. Requests wait
     as long as that half when all replicas are out."""
-    reply_seconds: float = 600.0
+    reply_seconds: Annotated[float, ABOVE_0] = 600.0
     """A request without a token for this time counts as lost and is sent again, if its replica
     serves others."""
-    load_seconds: float = 600.0
+    load_seconds: Annotated[float, ABOVE_0] = 600.0
     """Limit for loading weights; a replica that takes longer is taken out."""
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "engine.pool.", "frozen_seconds", "reply_seconds", "load_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(Checked):
     """Base of the kinds of the setting `engine`; `registry.open_engine` makes the engine, or a pool
     of several."""
 
@@ -97,26 +94,26 @@ class EmbeddedConfig(EngineConfig):
 
     can_record_routes: ClassVar[bool] = True
 
-    replicas: int = 0
+    replicas: Annotated[int, at_least(0)] = 0
     """Processes that sample, each with a copy of the weights, and a GPU of its own if there are
     any. 0 samples inside the training process, from its weights."""
-    restarts: int = 3
+    restarts: Annotated[int, at_least(0)] = 3
     """Times that each of these processes is started again after it has died."""
     dtype: SampleDtype = "same"
     """Dtype of the sampler; same is the trainer's. Another one samples from a copy of the weights,
     cast at every sync: the contract is then off, and the gap is measured."""
-    max_num_sequences: int = 0
+    max_num_sequences: Annotated[int, at_least(0)] = 0
     """Requests that run at the same time; more wait. 0 is 64 on a CPU. On a GPU it is the number of
     longest episodes that fit kv_cache_tokens, 64 to 256; fewer in a model with linear attention,
     where each request also has states."""
-    max_step_tokens: int = 2048
+    max_step_tokens: Annotated[int, at_least(1)] = 2048
     """Most tokens that one step computes. Longer prompts are prefilled in chunks beside the sampled
     tokens, so that a long prompt never blocks the other requests."""
-    kv_cache_tokens: int = 0
+    kv_cache_tokens: Annotated[int, at_least(0)] = 0
     """Tokens whose keys and values are held: running requests first, then cached prefixes. Bytes
     = tokens x 2 x layers x key heads x head width x bytes of the dtype. 0 is 65536 on a CPU; on a
     GPU the rest of its memory plan, up to agent.max_in_flight episodes of max_tokens."""
-    page_size: int = 128
+    page_size: Annotated[int, at_least(1)] = 128
     """Tokens per page of the cache."""
     prefix_cache: bool = True
     """Keep the keys and values of finished requests, so that the next turn computes only its new
@@ -132,9 +129,7 @@ class EmbeddedConfig(EngineConfig):
     waits for Python between its kernels. Without effect on a CPU."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "engine.", "max_step_tokens", "page_size", least=1)
-        counts = ("max_num_sequences", "kv_cache_tokens", "replicas", "restarts")
-        check_numbers(self, "engine.", *counts, least=0)
+        super().__post_init__()
         if self.max_step_tokens < self.max_num_sequences:
             raise ConfigError(
                 f"engine.max_step_tokens={self.max_step_tokens} is smaller than "
@@ -207,9 +202,9 @@ class ServedConfig(EngineConfig):
 
     urls: tuple[str, ...] = ()
     """Addresses of servers, as http://HOST:PORT, one for each replica."""
-    start_seconds: float = 600.0
+    start_seconds: Annotated[float, ABOVE_0] = 600.0
     """Longest wait for the first answer of a server."""
-    request_seconds: float = 600.0
+    request_seconds: Annotated[float, ABOVE_0] = 600.0
     """A server counts as frozen if a request gets no byte for this time."""
     api_key_env: str = ""
     """Environment variable with the servers' key; the key itself is never stored."""
@@ -218,6 +213,7 @@ class ServedConfig(EngineConfig):
     with an error."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for url in self.urls:
             if not url.startswith(("http://", "https://")) or url.endswith("/"):
                 raise ConfigError(
@@ -226,7 +222,6 @@ class ServedConfig(EngineConfig):
                 )
         if len(set(self.urls)) < len(self.urls):
             raise ConfigError("engine.urls names a server twice: each is one replica.")
-        check_numbers(self, "engine.", "start_seconds", "request_seconds")
 
     def for_rank(self, rank: int, world: int) -> EngineConfig:
         if not self.urls:
@@ -279,16 +274,16 @@ class VllmConfig(ServedConfig):
     python: str = ""
     """Interpreter of an environment with vLLM, for servers that the run starts; empty is this
     one."""
-    replicas: int = 1
+    replicas: Annotated[int, at_least(1)] = 1
     """Servers that the run starts."""
     dtype: Literal["same", "float32", "bfloat16", "float16"] = "same"
     """Dtype of the engine; same is the trainer's."""
-    max_num_sequences: int = 64
+    max_num_sequences: Annotated[int, at_least(1)] = 64
     """Requests that one replica runs at the same time; more wait."""
-    kv_cache_gib: float = 0.0
+    kv_cache_gib: Annotated[float, at_least(0)] = 0.0
     """GiB of keys and values per replica; 0 is the rest of its share of the GPU's memory, and 1 GiB
     without a GPU."""
-    memory_share: float = 0.0
+    memory_share: Annotated[float, Interval("[0, 1]")] = 0.0
     """Share of a GPU's memory that one replica takes for everything, up to 1. 0 is vLLM's default;
     on the trainer's GPU it is the rest of the memory plan."""
     prefix_cache: bool = True
@@ -297,9 +292,9 @@ class VllmConfig(ServedConfig):
     deterministic: bool = False
     """VLLM_BATCH_INVARIANT=1: slower kernels, for GPUs only, whose result does not depend on the
     batch."""
-    tensor_parallel: int = 1
+    tensor_parallel: Annotated[int, at_least(1)] = 1
     """GPUs that one replica is spread over."""
-    max_adapter_rank: int = 0
+    max_adapter_rank: Annotated[int, at_least(0)] = 0
     """Load the weights of a run with lora as an adapter of at most this rank; 0 loads them merged
     into the model."""
     args: tuple[str, ...] = ()
@@ -323,10 +318,6 @@ class VllmConfig(ServedConfig):
             self._check_attached()
         if self.decoder == "lockstep" and (reason := self.why_no_decoder):
             raise ConfigError(f"engine.decoder=lockstep: {reason}, or set engine.decoder=vllm.")
-        counts = ("replicas", "max_num_sequences", "tensor_parallel")
-        check_numbers(self, "engine.", *counts, least=1)
-        check_numbers(self, "engine.", "max_adapter_rank", "kv_cache_gib", least=0)
-        check_numbers(self, "engine.", "memory_share", least=0, most=1)
         if self.share_device and self.tensor_parallel > 1:
             raise ConfigError(
                 f"engine.share_device=true with engine.tensor_parallel={self.tensor_parallel}: the "

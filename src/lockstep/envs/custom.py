@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from queue import SimpleQueue
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from lockstep.agent.tools import (
     tool,
 )
 from lockstep.children import Child
-from lockstep.config import check_numbers
+from lockstep.config import at_least
 from lockstep.dialogues import read_prompt
 from lockstep.envs.data_files import FileTasks, split_tasks
 from lockstep.errors import (
@@ -108,7 +108,7 @@ class CustomConfig(FileTasks):
     Without it, `messages`. A list that ends with an assistant's message is refused."""
     instructions: str = ""
     """Developer message before the question. Empty: none."""
-    workers: int = 0
+    workers: Annotated[int, at_least(0)] = 0
     """Processes that run the tools and the reward, one call at a time each. A call that holds
     Python's lock, such as a regular expression that explodes, is ended there at its limit; they
     share no variables with each other. 0: threads of this process, where such a call stops the
@@ -116,7 +116,6 @@ class CustomConfig(FileTasks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_numbers(self, "task.", "workers", least=0)
         if self.workers and (live := [r for r in (*self.tools, self.reward) if r.startswith(LIVE)]):
             raise ConfigError(f"task.workers: {live[0]} must be a function of a file.")
 

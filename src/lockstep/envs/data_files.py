@@ -16,7 +16,7 @@ from lockstep.agent.tasks import (
     is_held_out,
     read_tasks,
 )
-from lockstep.config import require, tag
+from lockstep.config import require
 from lockstep.errors import ConfigError, DataError
 from lockstep.types import Task
 
@@ -35,8 +35,9 @@ class HeldOutTasks(TaskConfig):
     their ids or content."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         is_share = 0 < self.eval_share < 1 or (self.may_hold_out_all and self.eval_share == 1)
-        require(self, f"{tag(type(self))}: ", eval_share=(is_share, "in (0, 1)"))
+        require(self, eval_share=(is_share, "in (0, 1)"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class FileTasks(HeldOutTasks):
     def __post_init__(self) -> None:
         super().__post_init__()
         is_given = bool(self.path) or not self.eval_path
-        require(self, f"{tag(type(self))}: ", eval_path=(is_given, "given with path"))
+        require(self, eval_path=(is_given, "given with path"))
 
     def check(self) -> None:
         if self.path or not self.is_generating:

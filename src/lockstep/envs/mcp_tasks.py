@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment
 from lockstep.agent.mcp import Offered, ServerAddress, ToolServer
 from lockstep.agent.tools import ToolLimits
-from lockstep.config import check_numbers
+from lockstep.config import ABOVE_0
 from lockstep.envs.questions import QuestionEnvironment, _ScoredTasks
 from lockstep.errors import ConfigError
 from lockstep.launch.event_loop import run_to_end
@@ -29,7 +29,7 @@ class MCPConfig(ServerAddress, _ScoredTasks):
     server: Literal["shared", "episode"] = "shared"
     """shared: one server for all episodes. episode: a process for each, started by command, for
     tools that change something."""
-    start_seconds: float = 30.0
+    start_seconds: Annotated[float, ABOVE_0] = 30.0
     """Seconds for a server to start, or to be connected, and to list its tools."""
 
     def __post_init__(self) -> None:
@@ -40,7 +40,6 @@ class MCPConfig(ServerAddress, _ScoredTasks):
                 "server=episode starts a process for each episode, and a url names a running "
                 "server. Give command, or server=shared."
             )
-        check_numbers(self, "", "start_seconds")
 
     def check(self) -> None:
         """Also starts the server, and lists its tools."""

@@ -40,6 +40,7 @@ class MixtureConfig(TaskConfig):
     """name -> relative frequency of the part: task.weights.sums=0.5. Default: 1."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.parts:
             raise ConfigError(
                 "mixture: it has no part. Name one or more, each of a kind: task.parts.NAME=KIND."

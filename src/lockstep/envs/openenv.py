@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score, first_messages
@@ -23,7 +23,7 @@ from lockstep.agent.json_schema import schema_problem
 from lockstep.agent.task_config import Split, TaskConfig
 from lockstep.agent.tasks import GeneratedSource, TaskSource
 from lockstep.agent.tools import Tool, ToolLimits, ToolOutput, ToolRunner, unreadable
-from lockstep.config import check_numbers, did_you_mean
+from lockstep.config import ABOVE_0, did_you_mean
 from lockstep.engines.http import HttpClient
 from lockstep.errors import ConfigError, ToolServerError, require_package
 from lockstep.types import Message, Task
@@ -59,13 +59,13 @@ class OpenEnvConfig(TaskConfig):
     """Arguments of each reset, in addition to the seed: task.reset.level=3."""
     reward: Literal["sum", "last"] = "sum"
     """Reward of an episode: the sum of its steps' rewards, or the last one."""
-    step_seconds: float = 60.0
+    step_seconds: Annotated[float, ABOVE_0] = 60.0
     """Seconds for a reset or a step; a slower server fails the episode."""
-    queue_seconds: float = 600.0
+    queue_seconds: Annotated[float, ABOVE_0] = 600.0
     """Seconds that an episode waits for a free session."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "", "step_seconds", "queue_seconds")
+        super().__post_init__()
         if self.action_field and self.action == "tool":
             raise ConfigError("action_field is for action=text; a tool call has all the fields.")
         if "seed" in self.reset:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from lockstep.config import check_numbers
+from lockstep.config import ABOVE_0, Checked, Interval, at_least
 from lockstep.errors import ConfigError
 
 
@@ -29,31 +29,26 @@ def share_of(count: int, rank: int, world: int, setting: str) -> range:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
+class ParallelConfig(Checked):
     """Number of processes that train one model together, and how they divide the work.
 
     Tokens are divided `sequence` ways and rows over the rest. With 8 processes and sequence=2, four
     pairs of processes each take a quarter of the micro-batches, each process half of their tokens.
     """
 
-    processes: int = 0
+    processes: Annotated[int, at_least(0)] = 0
     """Processes to start on this machine, one per GPU if there are any. 0: the processes that
     torchrun has started, or this one alone."""
-    sequence: int = 1
+    sequence: Annotated[int, at_least(1)] = 1
     """Processes that share each micro-batch, each with a part of the tokens (Ulysses): for rows
     whose activations do not fit one device. Must divide the processes and the model's heads."""
     shard: bool = True
     """Shard weights, gradients and optimizer state over all processes (FSDP2); the embedded engine
     then samples from a copy of its own. False keeps everything on each, and shares the weights."""
-    timeout_seconds: float = 1800.0
+    timeout_seconds: Annotated[float, ABOVE_0] = 1800.0
     """Seconds that a process waits for another one; then the run ends with an error on all. After a
     step the limit falls to 20 times the longest step so far plus agent.max_seconds, if that is
     less."""
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "parallel.", "processes", least=0)
-        check_numbers(self, "parallel.", "sequence", least=1)
-        check_numbers(self, "parallel.", "timeout_seconds")
 
     def num_processes(self, environment: Mapping[str, str]) -> int:
         """Number of processes that train, by these settings and torchrun's environment.
@@ -90,7 +85,7 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacementConfig:
+class PlacementConfig(Checked):
     """Base of the kinds of the setting `placement`, which says where processes are started."""
 
     def is_elsewhere(self) -> bool:
@@ -122,14 +117,14 @@ class RayPlacement(PlacementConfig):
 
     address: str = "auto"
     """Address of the cluster: HOST:PORT, or auto for this machine's own cluster."""
-    trainer_gpus: int = 0
+    trainer_gpus: Annotated[int, Interval("[0, 1]")] = 0
     """GPUs of each training process: 1 or 0."""
-    trainer_cpus: float = 1.0
+    trainer_cpus: Annotated[float, ABOVE_0] = 1.0
     """Cores that Ray sets aside for each of them."""
-    replica_gpus: int = 0
+    replica_gpus: Annotated[int, at_least(0)] = 0
     """GPUs of each engine of engine.replicas: 1, or vLLM's engine.tensor_parallel. 0 without GPUs,
     and with engine.share_device=true, where they take turns with the trainer on its own."""
-    replica_cpus: float = 1.0
+    replica_cpus: Annotated[float, ABOVE_0] = 1.0
     """Cores that Ray sets aside for each of them."""
     strategy: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
     """pack: the fewest machines possible; spread: the most. strict_...: exactly so, else an
@@ -139,12 +134,6 @@ class RayPlacement(PlacementConfig):
     env: tuple[str, ...] = ()
     """Names of environment variables that the processes get from this one, on top of those known
     to matter (documentation: Scale)."""
-
-    def __post_init__(self) -> None:
-        if self.trainer_gpus not in (0, 1):
-            raise ConfigError(f"placement.trainer_gpus={self.trainer_gpus} must be 0 or 1.")
-        check_numbers(self, "placement.", "replica_gpus", least=0)
-        check_numbers(self, "placement.", "trainer_cpus", "replica_cpus")
 
     def is_elsewhere(self) -> bool:
         return "RANK" not in os.environ

@@ -1,4 +1,4 @@
-"""Settings, places and sizes of a LoRA adapter. No torch: the CLI reads it.
+"""Checked, places and sizes of a LoRA adapter. No torch: the CLI reads it.
 
 LoRA (arXiv 2106.09685): a frozen projection W x gets scale * B (A x) added, with A [rank, inputs]
 and B [outputs, rank] trained.
@@ -10,9 +10,9 @@ import math
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
-from typing import Literal
+from typing import Annotated, Literal
 
-from lockstep.config import check_numbers
+from lockstep.config import ABOVE_0, Checked, at_least
 from lockstep.errors import ConfigError
 from lockstep.models.config import ModelConfig
 from lockstep.models.shapes import Shapes, decoder_layout
@@ -24,15 +24,15 @@ DEFAULT_RANK, DEFAULT_ALPHA = 8, 16.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoraConfig:
+class LoraConfig(Checked):
     """A low-rank adapter, trained while the model's own weights are frozen.
 
     It has no dropout, which would make sampler and trainer compute different numbers.
     """
 
-    rank: int | None = None
+    rank: Annotated[int | None, at_least(1)] = None
     """Inner width of each adapted projection; none is 8, or the rank of the adapter at `path`."""
-    alpha: float | None = None
+    alpha: Annotated[float | None, ABOVE_0] = None
     """The adapter's product is scaled by alpha / rank; none is 16, or the alpha of the adapter at
     `path`."""
     rslora: bool | None = None
@@ -44,10 +44,6 @@ class LoraConfig:
     """Seed of A's random values; B starts at 0, so the first step samples from the base model."""
     path: str = ""
     """Directory of an adapter in PEFT's form to continue from."""
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "lora.", "rank", least=1)
-        check_numbers(self, "lora.", "alpha")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from lockstep.config import check_numbers, require, tag
+from lockstep.config import Checked, Interval, at_least, require, tag
 from lockstep.errors import ConfigError
 
 Aggregate = Literal["token_mean", "sequence_mean", "fixed_length"]
@@ -21,7 +21,7 @@ USUAL_DIVERGENCE: dict[Divergence, float] = {"tv": 0.2, "kl": 0.05}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig:
+class ObjectiveConfig(Checked):
     """Base of the losses. Each subclass is a choice of the setting `objective`."""
 
     has_ratio: ClassVar[bool] = False
@@ -34,10 +34,10 @@ class ObjectiveConfig:
     the mean over rows (Dr. GRPO). Micro-batches never change the result."""
     fixed_length: int = 0
     """Divisor of each row's sum, in tokens; above 0 with aggregate=fixed_length only."""
-    entropy_coef: float = 0.0
+    entropy_coef: Annotated[float, at_least(0)] = 0.0
     """Coefficient of the entropy bonus: -entropy_coef * entropy is added at each trained token.
     Above 0 keeps the policy from becoming sure too early."""
-    kl_coef: float = 0.0
+    kl_coef: Annotated[float, at_least(0)] = 0.0
     """Coefficient of KL(policy || reference) in the loss; 0 needs no reference."""
     reference: Literal["start", "base"] = "start"
     """Policy of that KL. start: the weights that training starts from, including from=RUN and
@@ -59,8 +59,8 @@ class ObjectiveConfig:
         return self.kl_coef > 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_fixed_length(self.aggregate, self.fixed_length)
-        check_numbers(self, "objective.", "entropy_coef", "kl_coef", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +72,13 @@ class PPOClip(ObjectiveConfig):
     clip: tuple[float, float] = (0.2, 0.2)
     """Distance below and above 1. A token has no gradient if its ratio to the old policy is further
     away."""
-    dual_clip: float | None = None
+    dual_clip: Annotated[float | None, Interval("(1, inf)")] = None
     """Ratio above which tokens of negative advantage have no gradient (Ye et al. 2020; 3 is usual).
     Unset, their gradient grows with the ratio, without bound."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_clip(self.clip)
-        is_bound = self.dual_clip is None or 1 < self.dual_clip < math.inf
-        require(self, "objective.", dual_clip=(is_bound, "a finite number above 1"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +128,7 @@ class DPPO(ObjectiveConfig):
     max_divergence: tuple[float, float] | None = None
     """Largest divergence of a token with a gradient: for tokens that became less likely, and for
     tokens that became likelier. Unset: 0.2,0.2 for tv, 0.05,0.05 for kl."""
-    max_ratio: float = 20.0
+    max_ratio: Annotated[float, at_least(1)] = 20.0
     """Upper limit of the ratio that weighs a token. Low limits cost more than they save."""
 
     @property
@@ -144,8 +142,7 @@ class DPPO(ObjectiveConfig):
         largest = 1.0 if self.divergence == "tv" else math.inf
         is_bound = all(0 < bound <= largest and bound < math.inf for bound in self.bounds)
         expected = "two finite numbers above 0, and at most 1 with divergence=tv"
-        require(self, "objective.", max_divergence=(is_bound, expected))
-        check_numbers(self, "objective.", "max_ratio", least=1)
+        require(self, max_divergence=(is_bound, expected))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +170,7 @@ def _check_clip(clip: tuple[float, float], *, may_be_one: bool = False) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdvantageConfig:
+class AdvantageConfig(Checked):
     """Base of the advantages. Each subclass is a choice of the setting `advantage`."""
 
     needs_critic: ClassVar[bool] = False
@@ -229,6 +226,7 @@ class ReinforcePlusPlus(AdvantageConfig):
     batch's mean as its baseline."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.baseline == "group" and not self.normalize_std:
             raise ConfigError(
                 "advantage.baseline=group with advantage.normalize_std=false is reward minus the "
@@ -249,13 +247,13 @@ class GAE(AdvantageConfig):
 
     needs_critic: ClassVar[bool] = True
 
-    gamma: float = 1.0
+    gamma: Annotated[float, Interval("[0, 1]")] = 1.0
     """Discount of a reward per sampled token. Below 1, long episodes learn little from their end:
     0.99 over 500 tokens leaves 0.7 percent."""
-    lam: float = 1.0
+    lam: Annotated[float, Interval("[0, 1]")] = 1.0
     """Weight of the observed return against the critic's next value: 1 takes the return, 0 the next
     value. Lower has less noise and more of the critic's errors; over n tokens lam^n is left."""
-    critic_lam: float | None = None
+    critic_lam: Annotated[float | None, Interval("[0, 1]")] = None
     """lam of the returns that the critic learns. With lam below 1, critic_lam=1 still carries the
     end of an episode to its first tokens (decoupled GAE, VC-PPO, Yuan et al. 2025). Unset: lam."""
     whiten: bool = True
@@ -265,14 +263,9 @@ class GAE(AdvantageConfig):
     """Add the critic's value of the state at the cut to episodes that a budget ended, as if they
     went on. Off, the budget is part of the task, and the episode ends there."""
 
-    def __post_init__(self) -> None:
-        for name in ("gamma", "lam", "critic_lam"):
-            value = getattr(self, name)
-            require(self, "advantage.", **{name: (value is None or 0 <= value <= 1, "in [0, 1]")})
-
 
 @dataclass(frozen=True, kw_only=True)
-class CreditConfig:
+class CreditConfig(Checked):
     """Credit of single turns, beside the advantage of the episode that they belong to.
 
     Turns are compared by the rule of `advantage`, with other turns in place of other episodes. A
@@ -284,31 +277,29 @@ class CreditConfig:
     episode. turn: turns with the same number. path: turns that began after the same tokens.
     observation: turns that began after the same observation, whatever was before it (GiGPO, Feng et
     al. 2025). A turn without a peer has 0."""
-    turn_weight: float = 1.0
+    turn_weight: Annotated[float, at_least(0)] = 1.0
     """Weight of that comparison beside the advantage of the episode: omega of GiGPO."""
-    episode_weight: float = 1.0
+    episode_weight: Annotated[float, at_least(0)] = 1.0
     """Weight of the advantage of the episode. 0 leaves the turns' own advantages alone."""
-    gamma: float = 1.0
+    gamma: Annotated[float, Interval("(0, 1]")] = 1.0
     """Discount of a reward per turn, in (0, 1]: a reward three turns later counts gamma^3."""
     process: ProcessRewards = "added"
     """Use of turns' own rewards. added: added as they are to the advantage of their turn. turn:
     compared with rewards of the same turn in the group (MT-GRPO, Zeng et al. 2025). group: compared
     with the rewards of all turns of the group, and summed up from each turn on (process supervision
     of GRPO, Shao et al. 2024). return: as part of the returns and of the episode's reward."""
-    process_weight: float = 1.0
+    process_weight: Annotated[float, at_least(0)] = 1.0
     """Weight of turns' own rewards, relative to the episode's reward. 0 with process=added ignores
     them."""
     branches: Literal["leaves", "parent"] = "leaves"
     """Credit of a turn that leads to several rewarded leaves. leaves: the mean of their advantages.
     parent: in addition, by how much that mean differs from the mean at the turn before it, where
     the branches parted (local advantage of TreeRL, Hou et al. 2025)."""
-    branch_weight: float = 1.0
+    branch_weight: Annotated[float, at_least(0)] = 1.0
     """Weight of that difference."""
 
     def __post_init__(self) -> None:
-        weights = ("turn_weight", "episode_weight", "process_weight", "branch_weight")
-        check_numbers(self, "credit.", *weights, least=0)
-        require(self, "credit.", gamma=(0 < self.gamma <= 1, "in (0, 1]; 1 discounts nothing"))
+        super().__post_init__()
         for weight, chosen, default in (
             ("turn_weight", "compare", "episode"),
             ("branch_weight", "branches", "leaves"),

@@ -7,23 +7,20 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Any, ClassVar, Literal
 
-from lockstep.config import check_choices
+from lockstep.config import Checked
 from lockstep.errors import ConfigError
 
 Thinking = Literal["keep", "drop"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RendererConfig:
+class RendererConfig(Checked):
     """Base of the renderers' settings. Each subclass is a choice of the setting `renderer`, named
     by its tag; `registry.make_renderer` makes the renderer."""
 
     tools_in_prompt: bool = True
     """Declare the tools to the model. Turn off for a tiny model that was trained on one fixed tool.
     """
-
-    def __post_init__(self) -> None:
-        check_choices(self, "renderer")
 
 
 @dataclass(frozen=True, kw_only=True)

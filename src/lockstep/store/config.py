@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from lockstep.config import check_numbers, require
+from lockstep.config import Checked, Interval, at_least, require
 from lockstep.errors import ConfigError
 
 LOGGERS = ("tensorboard", "wandb", "trackio", "prometheus")
@@ -17,29 +18,22 @@ class AllConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LastConfig:
+class LastConfig(Checked):
     """Only the most recent steps keep their trajectories."""
 
-    steps: int = 20
+    steps: Annotated[int, at_least(1)] = 20
     """Number of steps whose trajectories are kept; older parts are deleted during the run."""
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "record.keep.", "steps", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleConfig:
+class SampleConfig(Checked):
     """A share of the groups of each step is kept, chosen by the task's id: a rerun keeps the same.
 
     A group is kept whole or not at all, so that its baseline can be computed from the record.
     """
 
-    fraction: float = 0.1
+    fraction: Annotated[float, Interval("(0, 1]")] = 0.1
     """Share of the groups to keep, above 0 and at most 1."""
-
-    def __post_init__(self) -> None:
-        is_share = 0 < self.fraction <= 1
-        require(self, "record.keep.", fraction=(is_share, "above 0 and at most 1"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,4 +59,4 @@ class RecordConfig:
             raise ConfigError(f"record.loggers={self.loggers} names a logger twice.")
         host, _, port = self.prometheus.rpartition(":")
         is_address = bool(host) and port.isdecimal() and 0 < int(port) < 65536
-        require(self, "record.", prometheus=(is_address, "HOST:PORT, such as 0.0.0.0:9464"))
+        require(self, prometheus=(is_address, "HOST:PORT, such as 0.0.0.0:9464"))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from lockstep.config import check_numbers
+from lockstep.config import Checked, at_least
 from lockstep.errors import ConfigError
 
 Form = Literal["shared", "tensors", "directory", "adapter"]
@@ -13,7 +13,7 @@ Form = Literal["shared", "tensors", "directory", "adapter"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SyncConfig:
+class SyncConfig(Checked):
     """How weights reach the engine, and how this is verified (documentation: Engines)."""
 
     form: Literal["auto", "shared", "tensors", "directory", "adapter"] = "auto"
@@ -31,7 +31,7 @@ class SyncConfig:
     on_alarm: Literal["stop", "warn"] = "stop"
     """Reaction to a check that finds other weights in the engine than the trainer's: stop saves and
     ends the run before the next update, with exit code 3; warn trains on."""
-    verify_every: int = 1
+    verify_every: Annotated[int, at_least(0)] = 1
     """Loads between two checks that the engine's log-probs follow the trainer's; 0 is never. A
     check costs a score and a forward of the probe."""
     num_probes: ClassVar[int] = 8
@@ -46,7 +46,7 @@ class SyncConfig:
     `weights` in the run's directory."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "sync.", "verify_every", least=0)
+        super().__post_init__()
         if self.qualify == "on" and self.form == "shared":
             raise ConfigError(
                 "sync.qualify=on with sync.form=shared: no weights are sent, so there is nothing "

@@ -7,9 +7,9 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from lockstep.config import check_choices, check_numbers, require
+from lockstep.config import ABOVE_0, Checked, Interval, at_least, require
 from lockstep.correction.config import Correction
 from lockstep.errors import ConfigError
 from lockstep.models.config import FallbackConfig, ModelConfig
@@ -22,21 +22,21 @@ RoutingReplay = Literal["none", "rollout", "recompute"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LearnerConfig:
+class LearnerConfig(Checked):
     """Settings that the policy and the critic each have of their own."""
 
-    lr: float = 1e-5
+    lr: Annotated[float, ABOVE_0] = 1e-5
     """Peak learning rate, after the warm-up."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, at_least(0)] = 0.0
     """Decoupled: each update shrinks the weights by lr * weight_decay. Norms, biases and attention
     sinks are never shrunk."""
-    warmup_updates: int = 0
+    warmup_updates: Annotated[int, at_least(0)] = 0
     """The learning rate rises linearly to its peak during these updates."""
     schedule: Schedule = "constant"
     """Course of the learning rate after the warm-up, until the run's last update."""
-    min_lr_share: float = 0.0
+    min_lr_share: Annotated[float, Interval("[0, 1]")] = 0.0
     """Ratio of the last learning rate to the peak, with linear and cosine."""
-    grad_clip: float = 1.0
+    grad_clip: Annotated[float, at_least(0)] = 1.0
     """Largest global norm of the gradient; a longer one is shortened to it. 0 never clips."""
     freeze: tuple[str, ...] = ()
     """Parameters that are not trained: patterns on their names, such as *.attention.* or *.sinks or
@@ -46,22 +46,14 @@ class LearnerConfig:
     """Factor on the loss, a power of two, against underflow of small gradients. 0 is 1, and with
     dtype=float16 dynamic: halved after an overflow (and the batch run backward again), doubled
     after 100 updates without one."""
-    updates_per_batch: int = 1
+    updates_per_batch: Annotated[int, at_least(1)] = 1
     """Optimizer steps on each sampled batch: the policy's on shares of the rows, the critic's on
     all rows."""
 
-    def _check_learner(self, room: str) -> None:
-        check_choices(self, room)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         is_power = math.isfinite(self.loss_scale) and math.frexp(self.loss_scale)[0] in (0, 0.5)
-        check_numbers(self, f"{room}.", "lr")
-        check_numbers(self, f"{room}.", "weight_decay", "warmup_updates", "grad_clip", least=0)
-        check_numbers(self, f"{room}.", "updates_per_batch", least=1)
-        require(
-            self,
-            f"{room}.",
-            min_lr_share=(0 <= self.min_lr_share <= 1, "in [0, 1]"),
-            loss_scale=(is_power, "a power of two, or 0"),
-        )
+        require(self, loss_scale=(is_power, "a power of two, or 0"))
 
 
 def frozen_names(
@@ -99,7 +91,7 @@ class TrainerConfig(LearnerConfig):
     max_skipped_steps: int = 10
     """Steps in a row whose update is skipped, for a loss or gradient that is not finite, until the
     run saves and ends with exit code 3; 0: no limit."""
-    max_tokens_per_microbatch: int = 16384
+    max_tokens_per_microbatch: Annotated[int, at_least(2)] = 16384
     """Tokens of one forward and backward. Rows are packed without padding and never split, so the
     longest row must fit. Less memory, same result."""
     recompute: Recompute = "none"
@@ -119,26 +111,22 @@ class TrainerConfig(LearnerConfig):
     partial_routes: bool = False
     """True: with routing_replay=rollout, the router chooses for rows without routes, and
     `routing/replayed_share` counts the others. False: a row without routes is an error."""
-    expert_bias_rate: float = 0.0
+    expert_bias_rate: Annotated[float, at_least(0)] = 0.0
     """Change per update of the bias that balances the load of experts (DeepSeek V3, GLM 4.5): up
     for an expert with fewer tokens than the mean of its layer, down for more. `moe/load_max` shows
     the same load. 0 keeps the bias as it is; DeepSeek V3 was trained with 0.001."""
-    router_aux_loss_coef: float = 0.0
+    router_aux_loss_coef: Annotated[float, at_least(0)] = 0.0
     """Coefficient of the routers' load-balancing loss, as transformers computes it, for mixtures
     that choose experts by a softmax. Each micro-batch has its own, which counts by its share in the
     trained tokens. 0 adds none; the default of transformers' models is 0.001."""
-    measure_after_every: int = 10
+    measure_after_every: Annotated[int, at_least(0)] = 10
     """Steps between measurements of the mismatch after the update, on the batch; 0 never
     measures."""
 
     def __post_init__(self) -> None:
-        self._check_learner("trainer")
-        check_numbers(self, "trainer.")
-        of_routers = ("expert_bias_rate", "router_aux_loss_coef")
-        check_numbers(self, "trainer.", "measure_after_every", *of_routers, least=0)
-        check_numbers(self, "trainer.", "max_tokens_per_microbatch", least=2)
+        super().__post_init__()
         in_range = all(0 <= beta < 1 for beta in self.betas)
-        require(self, "trainer.", betas=(in_range, "two numbers in [0, 1)"))
+        require(self, betas=(in_range, "two numbers in [0, 1)"))
         if self.partial_routes and self.routing_replay != "rollout":
             raise ConfigError(
                 f"trainer.partial_routes=true with trainer.routing_replay={self.routing_replay}: "
@@ -212,16 +200,12 @@ class CriticConfig(LearnerConfig):
     model: str = ""
     """Model to start from, named as `model` is. A reward model (sequence classification with one
     label) keeps its head; with any other all values begin at 0. Empty: the run's model."""
-    clip: float = 0.5
+    clip: Annotated[float, at_least(0)] = 0.5
     """A value stops learning at this distance from its value before the batch, in units of the
     reward. 0 never clips."""
-    steps_before_policy: int = 0
+    steps_before_policy: Annotated[int, at_least(0)] = 0
     """First steps that train the critic alone: the values of an untrained critic are noise to the
     policy."""
-
-    def __post_init__(self) -> None:
-        self._check_learner("critic")
-        check_numbers(self, "critic.", "clip", "steps_before_policy", least=0)
 
     def trainer(self, policy: TrainerConfig) -> TrainerConfig:
         """The critic's optimizer and batches: the policy's settings, with its own where it has
@@ -231,44 +215,35 @@ class CriticConfig(LearnerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Checked):
     """Settings of checkpoints: how often they are written, and which are kept."""
 
-    every: int = 10
+    every: Annotated[int, at_least(0)] = 10
     """Steps between checkpoints; 0 writes only the one at the end."""
-    keep_last: int = 2
+    keep_last: Annotated[int, at_least(1)] = 2
     """Newest checkpoints to keep. With two or more, one survives a torn write."""
     keep_best: bool = True
     """Also keep the one with the highest evaluation reward, or in a supervised run with the lowest
     held-out loss: that run saves a checkpoint whenever the loss is lower than before."""
 
-    def __post_init__(self) -> None:
-        check_numbers(self, "checkpoint.", "every", least=0)
-        check_numbers(self, "checkpoint.", "keep_last", least=1)
-
 
 @dataclass(frozen=True, kw_only=True)
-class HeldOutConfig:
+class HeldOutConfig(Checked):
     """Tests of a supervised run on rows that it is not trained on: the metric `eval/loss`."""
 
-    every: int = 10
+    every: Annotated[int, at_least(0)] = 10
     """Steps between tests; 0 tests before the first step and after the last one only."""
     path: str = ""
     """File or run with the rows, as sft.path; empty takes a part of sft.path."""
-    share: float = 0.1
+    share: Annotated[float, Interval("[0, 1)")] = 0.1
     """Part of sft.path to hold out. 0 tests nothing, as do fewer rows than 1 / share. Episodes of
     one task stay together."""
-    num_rows: int = 64
+    num_rows: Annotated[int, at_least(1)] = 64
     """Most rows to test; the same ones each time."""
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "evaluation.", "every", least=0)
-        check_numbers(self, "evaluation.", "num_rows", least=1)
-        require(self, "evaluation.", share=(0 <= self.share < 1, "in [0, 1)"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTConfig:
+class SFTConfig(Checked):
     """Supervised training on the user's own dialogues."""
 
     path: str = ""
@@ -277,13 +252,13 @@ class SFTConfig:
     sampled."""
     min_reward: float = 0.999
     """Least reward of an episode to train on, if sft.path is a run."""
-    steps: int = 100
+    steps: Annotated[int, at_least(1)] = 100
     """Updates."""
-    rows_per_step: int = 32
+    rows_per_step: Annotated[int, at_least(1)] = 32
     """Rows of one update."""
     shuffle: bool = True
     """Draw a new order for each pass over the file."""
-    observed_weight: float = 0.0
+    observed_weight: Annotated[float, at_least(0)] = 0.0
     """Loss weight of prompts and tool replies. 0 leaves them out; a little keeps a model that is
     trained from scratch from ignoring them."""
     word_weights: dict[str, float] = field(default_factory=dict)
@@ -292,7 +267,6 @@ class SFTConfig:
     """Treatment of longer rows: an error that names the line, or they are left out."""
 
     def __post_init__(self) -> None:
-        check_numbers(self, "sft.", "steps", "rows_per_step", least=1)
-        check_numbers(self, "sft.", "observed_weight", least=0)
+        super().__post_init__()
         are_right = all(word and 0 <= w < math.inf for word, w in self.word_weights.items())
-        require(self, "sft.", word_weights=(are_right, "words with finite weights of at least 0"))
+        require(self, word_weights=(are_right, "words with finite weights of at least 0"))

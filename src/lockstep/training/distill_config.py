@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from lockstep.config import check_choices, check_numbers, did_you_mean, tag
+from lockstep.config import ABOVE_0, Checked, at_least, did_you_mean, tag
 from lockstep.engines.config import ServedConfig
 from lockstep.errors import ConfigError
 from lockstep.objectives.config import KLOrder
@@ -28,7 +28,7 @@ class TeacherConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillConfig:
+class DistillConfig(Checked):
     """On-policy distillation: the student samples, a teacher scores every sampled token."""
 
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
@@ -40,22 +40,19 @@ class DistillConfig:
     advantage: log teacher - log student, a one-sample estimate of the reverse KL (Lu et al. 2025).
     top_k: the teacher's most likely ids and the mass of all others, whose KL is a loss. full: the
     whole distribution, whose KL is a loss; for teachers in the training process."""
-    top_k: int = 64
+    top_k: Annotated[int, at_least(1)] = 64
     """Ids of the teacher's per token, with signal=top_k."""
     divergence: KLOrder = "reverse"
     """KL of signal=top_k and full. reverse: KL(student || teacher), which avoids what the teacher
     would not say. forward: KL(teacher || student), which covers everything that it would."""
-    coef: float = 1.0
+    coef: Annotated[float, ABOVE_0] = 1.0
     """Coefficient of the teacher's advantage or loss."""
-    reward_coef: float = 0.0
+    reward_coef: Annotated[float, at_least(0)] = 0.0
     """Factor on the advantages from rewards. 0 learns from the teacher alone; the reward is then
     only reported."""
 
     def __post_init__(self) -> None:
-        check_choices(self, "distill")
-        check_numbers(self, "distill.", "top_k", least=1)
-        check_numbers(self, "distill.", "coef")
-        check_numbers(self, "distill.", "reward_coef", least=0)
+        super().__post_init__()
         if not self.teachers:
             raise ConfigError(
                 "distill has no teacher. Name one with distill.teacher.model=DIR (a shipped model, "

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from lockstep.config import check_key, check_numbers, require
+from lockstep.config import Checked, Interval, at_least, check_key, require
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig:
+class GatewayConfig(Checked):
     """Address of the gateway, and limits of one request."""
 
     host: str = "127.0.0.1"
     """Address to listen on. Any other than this machine's own needs a key (LOCKSTEP_KEY)."""
-    port: int = 0
+    port: Annotated[int, Interval("[0, 65536)")] = 0
     """0 takes a free one, which is printed."""
     certificate: str = ""
     """File of a TLS certificate with its chain, as PEM: the server speaks https alone. Empty speaks
@@ -24,7 +24,7 @@ class GatewayConfig:
     names: tuple[str, ...] = ()
     """Names of the model besides its own, for agents that have a name built in; "*" answers to any.
     """
-    max_body_bytes: int = 64 * 1024 * 1024
+    max_body_bytes: Annotated[int, at_least(1024)] = 64 * 1024 * 1024
     """Size of one request; a larger one is answered with 413."""
     read_seconds: ClassVar[float] = 60.0
     """Seconds that a client may take to send its headers, and again to send the body; a connection
@@ -47,12 +47,9 @@ class GatewayConfig:
         check_key(key, host=self.host, where=f"gateway.host={self.host}")
 
     def __post_init__(self) -> None:
-        check_numbers(self, "gateway.", "max_body_bytes", least=1024)
-        check_numbers(self, "gateway.", "port", least=0)
+        super().__post_init__()
         require(
             self,
-            "gateway.",
             host=(bool(self.host), "an address; 127.0.0.1 is this machine alone"),
-            port=(self.port < 65536, "in 0..65535; 0 takes a free one"),
             names=(all(self.names), "names that are not empty"),
         )

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from lockstep.agent.background import Background
-from lockstep.config import check_numbers
+from lockstep.config import ABOVE_0, Checked, at_least
 
 Ending = Literal["ok", "error", "timeout", "memory", "output", "refused", "crashed"]
 """How a program ended. error: it raised, or is not Python. output: its output was cut at the limit
@@ -27,23 +27,17 @@ MAX_ERROR_CHARS = 1500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SandboxLimits:
+class SandboxLimits(Checked):
     """Limits of one program."""
 
-    seconds: float = 5.0
+    seconds: Annotated[float, ABOVE_0] = 5.0
     """Wall time in seconds, sleeping included; then the program is ended."""
-    memory_mib: int = 256
+    memory_mib: Annotated[int, at_least(16)] = 256
     """Memory in MiB that the program may fill."""
-    output_chars: int = 8192
+    output_chars: Annotated[int, at_least(256)] = 8192
     """Characters of output; the rest is cut."""
-    processes: int = 1
+    processes: Annotated[int, at_least(1)] = 1
     """Threads and processes at a time, the program itself included, in sandboxes that have any."""
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "limits.", "seconds")
-        check_numbers(self, "limits.", "memory_mib", least=16)  # Python itself takes about ten
-        check_numbers(self, "limits.", "output_chars", least=256)  # room for an error's text
-        check_numbers(self, "limits.", "processes", least=1)  # the program itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,16 +57,13 @@ class ProgramResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SandboxConfig:
+class SandboxConfig(Checked):
     """Base of the settings of a sandbox. A subclass is a choice of the setting `sandbox`, by its
     tag."""
 
     limits: SandboxLimits = field(default_factory=SandboxLimits)
-    workers: int = 2
+    workers: Annotated[int, at_least(1)] = 2
     """Programs that run at a time; others wait. Waiting does not count against a program's time."""
-
-    def __post_init__(self) -> None:
-        check_numbers(self, "sandbox.", "workers", least=1)
 
     def check(self) -> None:
         """Raises MissingExtraError or ConfigError if something is missing on this machine."""

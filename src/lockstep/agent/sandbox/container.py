@@ -11,11 +11,11 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from lockstep.agent.sandbox.process import Launch, _ProcessConfig, inside_arguments
 from lockstep.children import own_variables
-from lockstep.config import check_numbers
+from lockstep.config import ABOVE_0
 from lockstep.errors import ConfigError
 
 ASK_SECONDS = 30.0
@@ -37,7 +37,7 @@ class ContainerConfig(_ProcessConfig):
     """Image, which must be on this machine: a run downloads nothing."""
     python: str = "python3"
     """Python of the image."""
-    cpus: float = 1.0
+    cpus: Annotated[float, ABOVE_0] = 1.0
     """Processors that one program may use."""
     runtime: str = ""
     """Runtime of the engine, e.g. "runsc" (gVisor), which has a kernel of its own. Empty: the
@@ -49,7 +49,6 @@ class ContainerConfig(_ProcessConfig):
             value = getattr(self, name)
             if value.startswith("-") or (not value and name != "runtime"):
                 raise ConfigError(f"sandbox.{name}={value!r} must be a name, and no option.")
-        check_numbers(self, "sandbox.", "cpus")
 
     def prepare(self) -> Callable[[], Launch]:
         require_image(self.command, self.image)

@@ -19,7 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from lockstep.agent.background import Background
 from lockstep.agent.sandbox.base import (
@@ -31,7 +31,7 @@ from lockstep.agent.sandbox.base import (
     SandboxConfig,
     SandboxLimits,
 )
-from lockstep.config import check_numbers
+from lockstep.config import at_least
 from lockstep.errors import SandboxError
 from lockstep.system import signal_tree
 
@@ -56,15 +56,11 @@ GONE = "[the variables of earlier programs are gone]\n"
 class _ProcessConfig(SandboxConfig):
     """Base of the settings of sandboxes that run CPython in an isolated process."""
 
-    disk_mib: int = 16
+    disk_mib: Annotated[int, at_least(1)] = 16
     """MiB of files that a program may write to /tmp, which is in memory."""
     max_sessions: ClassVar[int] = 64
     """Processes that wait for the next program of their session. With more, the longest waiting
     process is ended, and its next program reads that its variables are gone."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_numbers(self, "sandbox.", "disk_mib", least=1)
 
     @property
     def dialect(self) -> str:

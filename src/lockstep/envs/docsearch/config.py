@@ -13,7 +13,7 @@ from lockstep.agent.environment import Environment, Observation, Score, first_me
 from lockstep.agent.task_config import Split
 from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource
 from lockstep.agent.tools import Tool, ToolLimits, ToolRunner, tool
-from lockstep.config import check_numbers, require
+from lockstep.config import Interval, at_least, require
 from lockstep.envs.data_files import HeldOutTasks, split_tasks
 from lockstep.envs.docsearch.folder import Library, Question, is_correct, read_documents
 from lockstep.envs.docsearch.worlds import NO_RESULTS, World, world_of
@@ -47,22 +47,22 @@ class DocSearchConfig(HeldOutTasks):
     """JSONL of the same form for evaluation. Empty: eval_share of `questions` is held out."""
     instructions: str = "Search, then answer."
     """Developer message. Empty: none."""
-    two_hop_share: float = 0.5
+    two_hop_share: Annotated[float, Interval("[0, 1]")] = 0.5
     """Share of questions about worlds with two hops: "the city of the friend of Bela"."""
-    max_calls: int = 4
+    max_calls: Annotated[int, at_least(1)] = 4
     """Calls per episode. The last one ends it, with or without an answer."""
-    num_results: int = 2
+    num_results: Annotated[int, at_least(1)] = 2
     """Most chunks that one call returns."""
     chunk_chars: tuple[int, int] = (200, 600)
     """(smallest, largest) chunk of a document, in characters. Paragraphs are joined up to the
     largest; a heading starts a new chunk once the smallest is reached."""
     accept_contained: bool = False
     """Accept an answer that contains an accepted one as whole words."""
-    retrieval_weight: float = 0.3
+    retrieval_weight: Annotated[float, at_least(0)] = 0.3
     """Weight of the share of gold passages that calls returned."""
-    correctness_weight: float = 0.7
+    correctness_weight: Annotated[float, at_least(0)] = 0.7
     """Weight of a right answer (0 or 1)."""
-    format_penalty_weight: float = 0.3
+    format_penalty_weight: Annotated[float, at_least(0)] = 0.3
     """Weight of the penalty: 0.5 per call that could not be run, 1 without an answer, at most 1."""
     turn_rewards: bool = False
     """Give a turn its own reward in addition to the episode's: retrieval_weight times the share of
@@ -71,15 +71,10 @@ class DocSearchConfig(HeldOutTasks):
     def __post_init__(self) -> None:
         super().__post_init__()
         smallest, largest = self.chunk_chars
-        weights = ("retrieval_weight", "correctness_weight", "format_penalty_weight")
-        check_numbers(self, "docsearch: ", *weights, least=0)
-        check_numbers(self, "docsearch: ", "max_calls", "num_results", least=1)
         require(
             self,
-            "docsearch: ",
             docs=(bool(self.docs) == bool(self.questions), "given with questions, or neither"),
             eval_questions=(bool(self.docs) or not self.eval_questions, "given with docs"),
-            two_hop_share=(0 <= self.two_hop_share <= 1, "in [0, 1]"),
             chunk_chars=(0 < smallest <= largest >= 32, "0 < smallest <= largest >= 32"),
         )
 

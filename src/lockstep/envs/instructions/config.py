@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
-from lockstep.config import require
+from lockstep.config import Interval, require
 from lockstep.envs.data_files import FileTasks
 from lockstep.envs.instructions.checkers import (
     Detector,
@@ -44,7 +44,7 @@ class InstructionsConfig(FileTasks):
     28 words, for a tiny model."""
     num_instructions: tuple[int, int] = (1, 3)
     """Least and most instructions in the first turn of a generated prompt."""
-    num_turns: int = 1
+    num_turns: Annotated[int, Interval("[1, 3]")] = 1
     """Turns of a generated prompt. Each further one adds an instruction and asks again."""
     mode: Literal["strict", "loose"] = "strict"
     """Verdicts that the reward counts. loose: ignoring asterisks and one extra line at the
@@ -67,12 +67,8 @@ class InstructionsConfig(FileTasks):
         super().__post_init__()
         low, high = self.num_instructions
         weights = (self.instruction_weight, self.prompt_weight)
-        require(
-            self,
-            "",
-            num_instructions=(1 <= low <= high <= 4, "(least, most), from 1 to 4"),
-            num_turns=(1 <= self.num_turns <= 3, "from 1 to 3"),
-        )
+        is_range = 1 <= low <= high <= 4
+        require(self, num_instructions=(is_range, "(least, most), from 1 to 4"))
         if not all(0 <= w <= 1000 for w in weights) or not sum(weights):
             raise ConfigError(
                 f"the weights {weights} must be at least 0 and at most 1000, one of them above 0."

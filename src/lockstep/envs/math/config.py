@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score, first_messages
@@ -17,7 +17,7 @@ from lockstep.agent.task_config import Split
 from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource
 from lockstep.agent.tools import ToolEnvironment, ToolLimits
 from lockstep.children import Child
-from lockstep.config import check_numbers, require
+from lockstep.config import at_least, require
 from lockstep.envs.data_files import HeldOutTasks, split_tasks
 from lockstep.envs.math.grading import Form, grade_reply, math_verify_child
 from lockstep.envs.math.problem_sets import PUBLIC, Problem, read_problems
@@ -76,19 +76,17 @@ class MathConfig(HeldOutTasks):
     instructions: str | None = None
     """Developer message. none: a message that states the form, unless the source's questions do.
     Empty: no message."""
-    correctness_weight: float = 0.9
+    correctness_weight: Annotated[float, at_least(0)] = 0.9
     """Weight of a right answer (0 or 1)."""
-    format_weight: float = 0.1
+    format_weight: Annotated[float, at_least(0)] = 0.1
     """Weight of an answer in the right form (0 or 1)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         is_generated = self.source in _GENERATED, self._source_of("eval") in _GENERATED
         expected = "empty: the problems are generated. Use a source of gsm8k, dapo, aime or file"
-        check_numbers(self, f"{self.TAG}: ", "correctness_weight", "format_weight", least=0)
         require(
             self,
-            f"{self.TAG}: ",
             path=(not self.path or not is_generated[0], expected),
             eval_path=(not self.eval_path or not is_generated[1], expected),
         )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.harness import Harness
 from lockstep.agent.scoring import ScorerConfig
 from lockstep.agent.tasks import read_tasks
-from lockstep.config import check_numbers
+from lockstep.config import ABOVE_0
 from lockstep.envs.data_files import FileTasks
 from lockstep.envs.programs.program import ConnectedHarness, ProgramHarness, words_of
 from lockstep.errors import ConfigError
@@ -76,13 +76,9 @@ class ConnectConfig(_AgentTasks):
 
     TAG: ClassVar[str] = "connect"
 
-    wait_seconds: float = 3600.0
+    wait_seconds: Annotated[float, ABOVE_0] = 3600.0
     """Seconds that an episode waits for an agent to claim it, and then fails. agent.max_seconds
     counts from the claim."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_numbers(self, "", "wait_seconds")
 
     def environment(self, task: Task, agent: AgentConfig) -> Harness:
         return ConnectedHarness(self.wait_seconds)

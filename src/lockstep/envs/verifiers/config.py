@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Score
@@ -17,7 +17,7 @@ from lockstep.agent.harness import Endpoint, Harness
 from lockstep.agent.task_config import Split
 from lockstep.agent.tasks import ListSource, TaskSource
 from lockstep.children import Child
-from lockstep.config import check_numbers
+from lockstep.config import at_least
 from lockstep.envs.data_files import HeldOutTasks, split_tasks
 from lockstep.errors import ChildError, ChildRefusal, ConfigError, ToolServerError
 from lockstep.types import Task
@@ -51,7 +51,7 @@ class VerifiersConfig(HeldOutTasks):
     """Place where the agent's program runs: docker, subprocess (this machine), prime, modal, ..."""
     allow_code_here: bool = False
     """Allow an agent's program to run the model's code on this machine (runtime=subprocess)."""
-    limit: int = 0
+    limit: Annotated[int, at_least(0)] = 0
     """Number of tasks to take. 0: all. Required for an endless taskset."""
     python: str = ""
     """Python that has verifiers installed. Empty: Lockstep's own Python."""
@@ -60,7 +60,6 @@ class VerifiersConfig(HeldOutTasks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_numbers(self, "", "limit", least=0)
         for name, own, is_twice in (
             ("settings.id", "taskset", "id" in self.settings),
             ("agent.harness", "harness", self.harness and "harness" in self.agent),

@@ -6,10 +6,10 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from lockstep.agent.tasks import derive_seed
-from lockstep.config import check_numbers, resolve, tag, to_dict
+from lockstep.config import Checked, Interval, resolve, tag, to_dict
 from lockstep.engines.config import EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.models.config import FallbackConfig, ModelConfig
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FaultConfig(RunHooks):
+class FaultConfig(RunHooks, Checked):
     """Base of every fault. A subclass is a kind of `--fault`, by its tag; it overrides one of the
     hooks `make_engine`, `make_trained`, `change_rows` or `after_update`.
 
@@ -36,10 +36,6 @@ class FaultConfig(RunHooks):
     'doubled_rows'
     """
 
-    least: ClassVar[Mapping[str, int]] = {}
-    """Setting -> its smallest value."""
-    shares: ClassVar[Sequence[str]] = ()
-    """Settings that are shares: above 0, at most 1."""
     nonzero: ClassVar[Mapping[str, str]] = {}
     """Setting that may not be 0 -> what the fault does by it."""
     needs: ClassVar[str] = ""
@@ -48,11 +44,7 @@ class FaultConfig(RunHooks):
     """False for a fault that the verification of weights would refuse before it could act."""
 
     def __post_init__(self) -> None:
-        for name, least in self.least.items():
-            check_numbers(self, "", name, least=least)
-        for name in self.shares:
-            if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must lie in (0, 1].")
+        super().__post_init__()
         for name, does in self.nonzero.items():
             if not getattr(self, name):
                 raise ConfigError(f"{name}=0 {does} nothing; expected another whole number.")
@@ -91,8 +83,7 @@ class RowFault(FaultConfig):
     """Base of faults that hit a share of the rows, chosen by `seed` and the row's id (which names
     step, task and sample): a resumed run hits the same rows."""
 
-    shares: ClassVar = ("share",)
-    share: float = 1.0
+    share: Annotated[float, Interval("(0, 1]")] = 1.0
     """Share of the rows that are hit."""
     seed: int = 0
     """Seed of the choice."""

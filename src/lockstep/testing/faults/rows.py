@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.config import at_least
 from lockstep.renderers.base import Renderer
 from lockstep.run.hooks import LogProbs
 from lockstep.testing.faults.base import RowFault, is_chosen
@@ -94,9 +95,7 @@ class DroppedFinalTokens(_EditFault):
     log-probs are right: only tokens/trained below tokens/sampled shows it, and the policy never
     learns to end."""
 
-    least: ClassVar = {"count": 1}
-
-    count: int = 1
+    count: Annotated[int, at_least(1)] = 1
     """Tokens that are dropped at most."""
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from lockstep.config import Interval, at_least
 from lockstep.engines.base import Capabilities, Engine, EngineContext, Scores
 from lockstep.engines.config import EngineConfig
 from lockstep.errors import ConfigError, EngineDownError
@@ -26,11 +27,9 @@ from lockstep.types import Delta, Int32Array, Request
 class _EngineFault(FaultConfig):
     """Base of the faults of one replica. The engine itself may be of any kind."""
 
-    least: ClassVar = {"at": 0, "replica": 0}
-
-    at: int = 1
+    at: Annotated[int, at_least(0)] = 1
     """First policy version with the fault."""
-    replica: int = 0
+    replica: Annotated[int, at_least(0)] = 0
     """Replica of a pool that it happens to; 0 for a single engine."""
 
     def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
@@ -119,9 +118,7 @@ class _DeadEngine(BrokenEngine):
 class WrongWeights(_EngineFault):
     """The engine says that it has taken the new weights, and continues with the old ones."""
 
-    shares: ClassVar = ("share",)
-
-    share: float = 1.0
+    share: Annotated[float, Interval("(0, 1]")] = 1.0
     """Share of the tensors that keep the values of the load before."""
     seed: int = 0
     """Seed of the choice."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from lockstep.agent.tasks import derive_seed
-from lockstep.config import check_numbers, tag
+from lockstep.config import ABOVE_0, Interval, at_least, tag
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.models.config import ModelConfig
@@ -84,13 +84,11 @@ class _GrowingNoise(_NoiseFault):
     same tokens scored again, have other noise.
     """
 
-    least: ClassVar = dict.fromkeys(("std", "growth", "growth_from"), 0)
-
-    std: float
+    std: Annotated[float, at_least(0)]
     """Standard deviation, in logits."""
-    growth: float = 0.0
+    growth: Annotated[float, at_least(0)] = 0.0
     """Added to `std` with each policy version."""
-    growth_from: int = 0
+    growth_from: Annotated[int, at_least(0)] = 0
     """The policy version that it begins to grow at: the checkpoint's, for a run forked late."""
     seed: int = 0
     """Seed of the noise."""
@@ -109,9 +107,7 @@ class KernelNoise(_GrowingNoise):
     distribution; `score` draws its own noise.
     """
 
-    least: ClassVar = {**_GrowingNoise.least, "bias": 0}
-
-    bias: float = 0.0
+    bias: Annotated[float, at_least(0)] = 0.0
     """Standard deviation of a constant offset per token id: a systematic error, which averaging
     does not remove."""
 
@@ -136,16 +132,15 @@ class SamplingNoise(_NoiseFault):
     log-probs, their variance in the sampler, and in the trainer."""
 
     needs: ClassVar = "a router"
-    least: ClassVar = dict.fromkeys(("router_std", "head_std", "bias", "trainer_std"), 0)
 
-    router_std: float = 0.0
+    router_std: Annotated[float, at_least(0)] = 0.0
     """Standard deviation on the sampler's router logits, like `router_noise`: rare, large, new in
     each pass."""
-    head_std: float = 0.0
+    head_std: Annotated[float, at_least(0)] = 0.0
     """The same on its logits, like `kernel_noise`: small, everywhere, new in each pass."""
-    bias: float = 0.0
+    bias: Annotated[float, at_least(0)] = 0.0
     """`bias` of `kernel_noise`: the same in each pass."""
-    trainer_std: float = 0.0
+    trainer_std: Annotated[float, at_least(0)] = 0.0
     """Standard deviation on the output of the trainer's experts, as of atomic adds in any order.
     Backward has the same noise, except in blocks that activation checkpointing recomputes."""
     seed: int = 0
@@ -180,9 +175,8 @@ class StaleWeights(_SamplerFault):
 
     verifies_sync: ClassVar = False
     shares_weights: ClassVar = False
-    least: ClassVar = {"lag": 0}
 
-    lag: int = 1
+    lag: Annotated[int, at_least(0)] = 1
     """Number of policy versions that the sampler is behind."""
     is_honest: bool = True
     """True: tokens carry the version that sampled them, so that their age shows. False: they carry
@@ -224,13 +218,12 @@ class QuantisedRollout(_SamplerFault):
 
     verifies_sync: ClassVar = False
     shares_weights: ClassVar = False
-    least: ClassVar = {"outputs": 0, "inputs": 0}
 
     number: Literal["fp8", "int8", "int4", "int4 to 7", "int4 asymmetric", "mxfp4", "nf4"] = "fp8"
     """Format of a number."""
-    outputs: int = 1
+    outputs: Annotated[int, at_least(0)] = 1
     """Outputs that share a scale; 0 for all."""
-    inputs: int = 0
+    inputs: Annotated[int, at_least(0)] = 0
     """Inputs that share one; 0 for all."""
 
     def rounded(self, model: Decoder) -> Decoder:
@@ -260,19 +253,16 @@ class ProcessedLogprobs(_SamplerFault):
     or SGLang's log-probs after temperature, with a trainer that ignores both."""
 
     shares_weights: ClassVar = False
-    shares: ClassVar = ("top_p",)
-    least: ClassVar = {"top_k": 0}
 
-    temperature: float = 1.0
+    temperature: Annotated[float, ABOVE_0] = 1.0
     """Divisor of the sampler's logits, besides the requested one."""
-    top_p: float = 1.0
+    top_p: Annotated[float, Interval("(0, 1]")] = 1.0
     """1 is off."""
-    top_k: int = 0
+    top_k: Annotated[int, at_least(0)] = 0
     """0 is off."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_numbers(self, "", "temperature")
         if (self.temperature, self.top_p, self.top_k) == (1.0, 1.0, 0):
             raise ConfigError(
                 "processed_logprobs processes nothing: set its temperature, top_p or top_k."
