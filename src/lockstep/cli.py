@@ -212,12 +212,7 @@ def _train(options: argparse.Namespace) -> int | None:
         text = form + "\n".join(f"# {line}" for line in lines)
         _print(options, {"config": to_dict(config), "plan": lines}, text)
         return OK
-    how: dict[str, Any] = {
-        "out": own.get("out") or run,
-        "resume": run is not None,
-        "view": _view(options),
-    }
-    return _finish(lockstep.train(config, start=start, **how), options)
+    return _finish(lockstep.train(config, start=start, **_how(options, own, run)), options)
 
 
 def _train_side_by_side(
@@ -352,12 +347,7 @@ def _sft(options: argparse.Namespace) -> int | None:
             deque(islice(rows, config.sft.steps * config.sft.rows_per_step), maxlen=0)
         print(dumps(config), end="")
         return OK
-    how: dict[str, Any] = {
-        "out": own.get("out") or run,
-        "resume": run is not None,
-        "view": _view(options),
-    }
-    return _finish(lockstep.train_supervised(config, **how), options)
+    return _finish(lockstep.train_supervised(config, **_how(options, own, run)), options)
 
 
 def _eval(options: argparse.Namespace) -> None:

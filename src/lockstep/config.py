@@ -36,7 +36,7 @@ from typing import Any, TypeVar, cast
 
 import yaml
 
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, LockstepError, SettingError
 from lockstep.habits import KINDS, VALUES, hint
 
 T = TypeVar("T")
@@ -210,10 +210,11 @@ def _from_dict(cls: type[T], tree: Mapping[str, Any], path: str) -> T:
         raise ConfigError(f"{path or cls.__name__}: the settings {missing} have no value.")
     try:
         return cls(**values)
+    except SettingError as error:
+        raise ConfigError(prefix + str(error).partition(".")[2]) from None
     except ConfigError as error:
-        joint = "." if isinstance(error, SettingError) else ": "
         is_named = str(error).startswith(path)
-        raise ConfigError(str(error) if is_named else f"{path}{joint}{error}") from None
+        raise ConfigError(str(error) if is_named else f"{path}: {error}") from None
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -365,7 +366,7 @@ class Interval:
     ...     top_p: typing.Annotated[float, Interval("(0, 1]")] = 1.0
     >>> Draw(top_p=0.0)
     Traceback (most recent call last):
-    lockstep.config.SettingError: top_p=0.0 must be in (0, 1].
+    lockstep.errors.SettingError: Draw.top_p=0.0 must be in (0, 1].
     """
 
     text: str
@@ -392,10 +393,6 @@ def at_least(least: float) -> Interval:
 ABOVE_0 = Interval("(0, inf)")
 
 
-class SettingError(ConfigError):
-    """A value that a setting may not have. The text begins with the setting's own name."""
-
-
 class Checked:
     """Base of settings with bounds: checks each field that is annotated with an Interval or a
     Literal, however the object is made."""
@@ -405,9 +402,9 @@ class Checked:
         for name, interval in intervals.items():
             value = getattr(self, name)
             if value is not None and (expected := interval.expected(value)):
-                raise SettingError(f"{name}={value} must be {expected}.")
+                raise _setting_error(self, name, expected)
         for name, annotation in choices.items():
-            _value(annotation, getattr(self, name), name)
+            _value(annotation, getattr(self, name), f"{type(self).__name__}.{name}")
 
 
 def require(config: Any, **rules: tuple[bool, str]) -> None:
@@ -415,7 +412,12 @@ def require(config: Any, **rules: tuple[bool, str]) -> None:
     holds, the text of the rule)."""
     for name, (holds, expected) in rules.items():
         if not holds:
-            raise SettingError(f"{name}={getattr(config, name)!r} must be {expected}.")
+            raise _setting_error(config, name, expected)
+
+
+def _setting_error(config: Any, name: str, expected: str) -> SettingError:
+    value = getattr(config, name)
+    return SettingError(f"{_class(config).__name__}.{name}={value!r} must be {expected}.")
 
 
 def check_key(key: str, *, host: str, where: str) -> None:

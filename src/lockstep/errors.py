@@ -6,6 +6,7 @@ thing. A message names the expected value, the found value, the place and the ne
 
     LockstepError
       ConfigError        (ValueError)    a setting is unknown, mistyped or contradicts another
+      SettingError       (ConfigError)   a setting has a value that it may not have
       DataError          (ValueError)    a user's file is malformed: names the file and the line
       FieldError         (DataError)     a part of a record is wrong: names the part
       TokenError         (ValueError)    an invariant of the token forest does not hold
@@ -50,6 +51,10 @@ class LockstepError(Exception):
 
 class ConfigError(LockstepError, ValueError):
     """A setting is unknown, has the wrong type or contradicts another one."""
+
+
+class SettingError(ConfigError):
+    """A setting has a value that it may not have. The message starts with `Class.setting=`."""
 
 
 class DataError(LockstepError, ValueError):

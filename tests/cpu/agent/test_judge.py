@@ -228,7 +228,7 @@ def test_a_judge_that_cannot_be_asked_is_refused(settings, message):
     ids=str,
 )  # fmt: skip
 def test_settings_that_make_no_sense_are_refused(settings):
-    with pytest.raises(ConfigError, match="judge: "):
+    with pytest.raises(ConfigError, match=r"JudgeScorer\."):
         JudgeScorer(**settings)
 
 

@@ -178,11 +178,11 @@ def test_a_rule_that_cannot_be_meant_is_refused(settings, text):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: Rule(stat="k4", high=1.0), r"rule\.stat=k4.*k1"),
-        (lambda: Rule(stat="k3", high=1.0, scope="seq"), r"rule\.scope=seq"),
-        (lambda: Correction(anchor="Rollout"), r"correction\.anchor=Rollout.*'rollout'"),
-        (lambda: Correction(level="tokens"), r"correction\.level=tokens.*'token'"),
-        (lambda: Correction(denominator="all"), r"correction\.denominator=all"),
+        (lambda: Rule(stat="k4", high=1.0), r"Rule\.stat=k4.*k1"),
+        (lambda: Rule(stat="k3", high=1.0, scope="seq"), r"Rule\.scope=seq"),
+        (lambda: Correction(anchor="Rollout"), r"Correction\.anchor=Rollout.*'rollout'"),
+        (lambda: Correction(level="tokens"), r"Correction\.level=tokens.*'token'"),
+        (lambda: Correction(denominator="all"), r"Correction\.denominator=all"),
     ],
 )
 def test_a_choice_made_in_python_is_checked_too(make, text):
@@ -225,7 +225,7 @@ WEIGHED = {"anchor": "recomputed", "level": "token"}
     ],
 )  # fmt: skip
 def test_a_correction_that_cannot_be_meant_is_refused(settings, text):
-    with pytest.raises(ConfigError, match=f"^correction.*{text}"):
+    with pytest.raises(ConfigError, match=f"^[cC]orrection.*{text}"):
         Correction(**settings)
 
 

@@ -30,7 +30,7 @@ def test_a_recipe_takes_vllm_by_its_tag():
         ({"urls": ("http://a:1",), "replicas": 2}, "those servers run already"),
         ({"replicas": 0}, "at least 1"),
         ({"kv_cache_gib": -1.0}, "at least 0"),
-        ({"memory_share": 1.5}, "at most 1"),
+        ({"memory_share": 1.5}, "in .0, 1"),
         ({"share_device": True, "tensor_parallel": 2}, "tensor_parallel=2"),
         ({"max_adapter_rank": -1}, "at least 0"),
         ({"args": ("max-model-len=3",)}, "--NAME"),

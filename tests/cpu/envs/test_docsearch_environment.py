@@ -338,5 +338,5 @@ def test_the_settings_survive_a_file_and_have_a_tag():
     ],
 )
 def test_settings_that_make_no_sense_are_refused(wrong, text):
-    with pytest.raises(ConfigError, match=f"docsearch: .*{text}"):
+    with pytest.raises(ConfigError, match=f"DocSearchConfig.*{text}"):
         DocSearchConfig(**wrong)

@@ -167,7 +167,7 @@ def test_the_scale_is_alpha_over_rank_or_over_its_root():
     assert lora_shape(LoraConfig(rank=4, alpha=6), config).scale == 1.5
     assert lora_shape(LoraConfig(rank=4, alpha=6, rslora=True), config).scale == 3
     for bad in ({"rank": 0}, {"alpha": 0.0}, {"alpha": float("nan")}):
-        with pytest.raises(ConfigError, match=r"lora\.(rank|alpha)="):
+        with pytest.raises(ConfigError, match=r"LoraConfig\.(rank|alpha)="):
             LoraConfig(**bad)
 
 

@@ -240,7 +240,7 @@ def test_versions_that_a_killed_run_has_left_are_removed(tmp_path):
 
 
 def test_settings_that_cannot_be_are_refused():
-    with pytest.raises(ConfigError, match=r"sync\.verify_every="):
+    with pytest.raises(ConfigError, match=r"SyncConfig\.verify_every="):
         SyncConfig(verify_every=-1)
     with pytest.raises(ConfigError, match="there is nothing to qualify"):
         SyncConfig(form="shared", qualify="on")
