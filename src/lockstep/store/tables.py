@@ -45,13 +45,11 @@ class NotJson:
     kind: str
 
 
-def locate_data(
-    path: str, *, patterns: Sequence[str], examples: str = "", setting: str = "task.path"
-) -> Path:
+def locate_data(path: str, *, patterns: Sequence[str], setting: str = "task.path") -> Path:
     """The file or folder that `path` names: a local one, or the downloaded files of a data set
     ORGANISATION/NAME of the hub.
 
-    patterns: files to download. examples: names of data sets, for the error.
+    patterns: files to download.
     """
     local = Path(path).expanduser()
     if local.exists():
@@ -60,7 +58,7 @@ def locate_data(
     if is_file or path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise DataError(
             f"{path}: no such file or folder. Give a {', '.join(SUFFIXES)} file, or ORGANISATION/"
-            f"NAME of the Hugging Face hub{examples and f': {examples}'}."
+            "NAME of the Hugging Face hub."
         )
     how = {"repo_type": "dataset", "allow_patterns": list(patterns)}
     return from_hub(path, DataError, setting=setting, **how)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.envs.instructions.checkers import Detector, instruction
 from lockstep.errors import DataError
-from lockstep.store.tables import SUFFIXES, locate_data, read_rows
+from lockstep.store.tables import data_files, read_rows
 from lockstep.types import Task
 
 BadRows = Literal["error", "drop"]
@@ -21,20 +20,18 @@ MAX_TURNS = 16
 def read_published(
     path: str, *, detector: Detector = "script", bad_rows: BadRows = "error"
 ) -> list[Task]:
-    """The tasks of a file in the form of IFEval (`prompt`, `instruction_id_list`, `kwargs`) or of
+    """The tasks of files in the form of IFEval (`prompt`, `instruction_id_list`, `kwargs`) or of
     Multi-IF (`turn_1_prompt`, `turn_1_instruction_id_list`, `turn_1_kwargs`, `turn_2_...`).
 
     bad_rows: "drop" leaves out records with instructions that cannot be checked, and records with a
     repeated key; otherwise the first such record raises DataError, `path:line` first.
     """
-    file = _data_file(path)
     tasks: dict[str, Task] = {}
     places: dict[str, str] = {}
-    num_rows = 0
-    for where, record in read_rows(file):
-        num_rows += 1
+    rows = [(file, *row) for file in data_files(path) for row in read_rows(file)]
+    for number, (file, where, record) in enumerate(rows, start=1):
         try:
-            task = _task(record, detector=detector, name=f"{file.stem}-{num_rows}")
+            task = _task(record, detector=detector, name=f"{file.stem}-{number}")
             if task.id in tasks:
                 raise DataError(f"the key {task.id!r} is at {places[task.id]} too.")
         except DataError as error:
@@ -44,26 +41,8 @@ def read_published(
             raise DataError(f"{where}: {error}{hint}") from error
         tasks[task.id], places[task.id] = task, where
     if not tasks:
-        raise DataError(f"{file}: none of its {num_rows} records is a task.")
+        raise DataError(f"{path}: none of its {len(rows)} records is a task.")
     return list(tasks.values())
-
-
-def _data_file(path: str) -> Path:
-    """The data file that `path` names; of a folder or a data set of the hub, its only one."""
-    place = locate_data(
-        path,
-        patterns=[f"*{suffix}" for suffix in SUFFIXES],
-        examples="google/IFEval, facebook/Multi-IF",
-    )
-    found = [place]
-    if place.is_dir():
-        found = sorted(p for p in place.rglob("*") if p.suffix in SUFFIXES)
-    if len(found) != 1 or found[0].suffix not in SUFFIXES:
-        names = ", ".join(p.name for p in found) or "none"
-        raise DataError(
-            f"task.path={path}: expected one data file ({', '.join(SUFFIXES)}), found: {names}."
-        )
-    return found[0]
 
 
 def _task(record: Mapping[str, Any], *, detector: Detector, name: str) -> Task:
