@@ -420,6 +420,80 @@ def _setting_error(config: Any, name: str, expected: str) -> SettingError:
     return SettingError(f"{_class(config).__name__}.{name}={value!r} must be {expected}.")
 
 
+_CONDITION = re.compile(r"([\w.]+?)(?:(=|!=|>=|>|\.\*)([\w.-]*))?")
+
+
+def check_conflicts(config: Any, conflicts: Mapping[str, str]) -> None:
+    """Raises ConfigError for settings that exclude each other.
+
+    conflicts: conditions that may not hold together -> the reason and the next step. A condition
+    compares an attribute with a value, or with another attribute (`>=`). A name alone is an
+    attribute that is not empty, and `name.*` is a section that differs from its defaults. The
+    message begins with the conditions as they are in `config`, without those in brackets.
+
+    >>> @dataclasses.dataclass(frozen=True)
+    ... class Run:
+    ...     steps: int = 10
+    ...     is_tested: bool = False
+    >>> check_conflicts(Run(), {"steps>5 with is_tested=false": "test it."})
+    Traceback (most recent call last):
+    lockstep.errors.ConfigError: steps=10 with is_tested=false: test it.
+    """
+    for rule, text in conflicts.items():
+        shown, _, hidden = rule.removesuffix("]").partition(" [")
+        words = [word for word in shown.split() if word != "with"]
+        if all(_holds(config, condition) for condition in [*words, *hidden.split()]):
+            first, *others = (_stated(config, condition) for condition in words)
+            raise ConfigError(f"{first}{' with ' if others else ''}{' '.join(others)}: {text}")
+
+
+def _holds(config: Any, condition: str) -> bool:
+    name, sign, value = _parts(condition)
+    found = _at(config, name)
+    match sign:
+        case "=":
+            return _written(found) == value
+        case "!=":
+            return found is not None and _written(found) != value
+        case ">":
+            return found is not None and found > float(value)
+        case ">=":
+            return found >= _at(config, value)
+        case ".*":
+            return found is not None and found != _class(found)()
+    return bool(found)
+
+
+def _stated(config: Any, condition: str) -> str:
+    """The setting of a condition, with its value. `chosen_x` is the setting `x`."""
+    name, sign, value = _parts(condition)
+    shown = name.removeprefix("chosen_")
+    if sign == ".*":
+        return condition
+    return shown if (sign, value) == ("!=", "none") else f"{shown}={_written(_at(config, name))}"
+
+
+def _parts(condition: str) -> tuple[str, str, str]:
+    """(path, sign, value) of a condition."""
+    match = _CONDITION.fullmatch(condition)
+    assert match is not None, f"{condition!r} is no condition"
+    return match[1], match[2] or "", match[3] or ""
+
+
+def _at(config: Any, path: str) -> Any:
+    """The attribute at a dotted path; None if a section on the way is not there."""
+    for part in path.split("."):
+        config = getattr(config, part, None)
+    return config
+
+
+def _written(value: Any) -> str:
+    """A value as a setting spells it: a choice by its tag."""
+    if dataclasses.is_dataclass(value):
+        return tag(_class(value))
+    return f"{value:g}" if isinstance(value, float) else _show(value)
+
+
 def check_key(key: str, *, host: str, where: str) -> None:
     """Raises ConfigError unless `key` may open a server that listens on `host`; "" is none."""
     if host not in LOOPBACK and not key:

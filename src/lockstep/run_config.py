@@ -14,9 +14,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from lockstep.agent.config import AgentConfig, FrozenSeat, OwnSeat, SamplingConfig, SeatConfig
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.task_config import DialogueConfig, TaskConfig
-from lockstep.config import ABOVE_0, Checked, Interval, at_least, require, tag
+from lockstep.config import ABOVE_0, Checked, Interval, at_least, check_conflicts, require, tag
 from lockstep.correction.config import Correction
-from lockstep.engines.config import EmbeddedConfig, EngineConfig, PoolConfig
+from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.launch.config import LocalPlacement, ParallelConfig, PlacementConfig, RayPlacement
 from lockstep.launch.gpu import Device, shows_gpu
@@ -26,6 +26,7 @@ from lockstep.ops.contract import ContractChoice
 from lockstep.renderers.config import RendererConfig
 from lockstep.store.config import RecordConfig
 from lockstep.sync.config import SyncConfig
+from lockstep.tables import tables_beside
 from lockstep.tinker_config import TinkerConfig
 from lockstep.training.config import (
     CheckpointConfig,
@@ -40,6 +41,8 @@ ComputeDtype = Literal["float32", "bfloat16", "float16"]
 DEFAULT_DTYPES: dict[Device, ComputeDtype] = {"cpu": "float32", "cuda": "bfloat16"}
 """A GPU multiplies bfloat16 many times faster than float32; most CPUs do not."""
 
+CONFLICTS: dict[str, dict[str, str]] = tables_beside(__file__)
+"""Settings that exclude each other, by when they are checked: `lockstep.config.check_conflicts`."""
 MAX_STEPS, MAX_EPISODES = 10**8, 10**6
 """Larger numbers are typing mistakes: such a run would take years."""
 
@@ -132,14 +135,6 @@ class SignalConfig(Checked):
     length_penalty_tokens: Annotated[int, at_least(0)] = 0
     """Width in tokens of the penalty zone before max_tokens. Within it, the reward of a training
     episode falls linearly by up to 1 (soft overlong punishment of DAPO). 0 subtracts nothing."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.on_shortage == "stop" and not self.max_extra_tasks:
-            raise ConfigError(
-                "on_shortage=stop with max_extra_tasks=0: no group is replaced, so "
-                "none can be missing. Set signal.max_extra_tasks too, or leave it out."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,85 +307,10 @@ class Config(ModelChoice):
         if self.distill is None or self.distill.reward_coef:
             self.advantage.check_group_size(self.group_size)
         self.credit.check_advantage(self.advantage, max_turns=self.agent.max_turns)
-        self._check_signal()
-        self._check_distill()
-        if not self.advantage.needs_critic and self.critic != CriticConfig():
-            raise ConfigError(
-                f"critic.* is set, and advantage={tag(type(self.advantage))} has no critic: it "
-                "would do nothing. Set advantage=gae, or leave critic.* out."
-            )
-        if self.critic.steps_before_policy >= self.steps:
-            raise ConfigError(
-                f"critic.steps_before_policy={self.critic.steps_before_policy} of steps="
-                f"{self.steps}: the policy would never be trained."
-            )
+        check_conflicts(self, CONFLICTS["run"])
         self.chosen_correction.check_updates(self.trainer.updates_per_batch)
-        self._check_staleness()
         self._check_seats()
         self.engine.check_budget(self.max_tokens)
-        if self.engine.pool != PoolConfig() and not self.engine.is_pool:
-            raise ConfigError(
-                "engine.pool.* is set, and there is one engine: it would do nothing. Give several "
-                "(engine.replicas, engine.urls), or leave engine.pool.* out."
-            )
-
-    def _check_signal(self) -> None:
-        signal = self.signal
-        reads = signal.max_extra_tasks or signal.order == "expected"
-        if reads and not self.advantage.compares_in_group:
-            raise ConfigError(
-                f"signal.max_extra_tasks and signal.order=expected look for groups whose rewards "
-                f"differ, and advantage={tag(type(self.advantage))} compares no group. Set "
-                "advantage=grpo or rloo, or leave them out."
-            )
-        if signal.length_penalty_tokens >= self.max_tokens:
-            raise ConfigError(
-                f"signal.length_penalty_tokens={signal.length_penalty_tokens} of max_tokens="
-                f"{self.max_tokens}: every episode would be punished. Make it smaller."
-            )
-
-    def _check_distill(self) -> None:
-        distill = self.distill
-        if distill is None:
-            return
-        signal = f"distill.signal={distill.signal}"
-        is_served = any(teacher.engine is not None for teacher in distill.teachers.values())
-        is_whole = distill.signal != "sampled"
-        if self.advantage.needs_critic and not distill.reward_coef:
-            raise ConfigError(
-                f"advantage={tag(type(self.advantage))} with distill.reward_coef=0: nothing would "
-                "read the critic's advantages. Set distill.reward_coef above 0, or leave "
-                "advantage out."
-            )
-        pays = self.credit != CreditConfig() or self.signal.max_extra_tasks > 0
-        if pays and not distill.reward_coef:
-            raise ConfigError(
-                "credit.* or signal.max_extra_tasks with distill.reward_coef=0: rewards train "
-                "nothing, and these would do nothing. Set distill.reward_coef above 0, or leave "
-                "them out."
-            )
-        if is_served and self.agent.temperature != 1:
-            raise ConfigError(
-                f"distill: a server scores at temperature 1, and agent.temperature="
-                f"{self.agent.temperature:g}. Set agent.temperature=1, or load the teacher into "
-                "this process."
-            )
-        if (is_served or is_whole) and self.agent.is_truncated:
-            raise ConfigError(
-                f"{signal} with agent.top_p={self.agent.top_p:g} agent.top_k={self.agent.top_k}: "
-                "teacher and student would be compared over different ids. Set agent.top_p=1 "
-                "agent.top_k=0, or distill.signal=sampled with a teacher in this process."
-            )
-        if is_whole and self.fallback:
-            raise ConfigError(
-                f"{signal} with fallback=true: the decoder alone gives more than one log-prob per "
-                "token. Set distill.signal=sampled."
-            )
-        if is_whole and self.parallel.sequence > 1:
-            raise ConfigError(
-                f"{signal} with parallel.sequence={self.parallel.sequence} works on whole rows. "
-                "Set distill.signal=sampled, or parallel.sequence=1."
-            )
 
     def _check_seats(self) -> None:
         kind, known = tag(type(self.task)), self.task.SEATS
@@ -419,38 +339,6 @@ class Config(ModelChoice):
                 f"has {problem}."
             )
 
-    def _check_staleness(self) -> None:
-        if not self.max_staleness and self.sync.kv == "keep":
-            raise ConfigError(
-                "sync.kv=keep with max_staleness=0: no episode lasts over an update, so there are "
-                "no keys to keep. Set max_staleness=1, or leave sync.kv out."
-            )
-        if not self.max_staleness:
-            return
-        where = f"max_staleness={self.max_staleness}"
-        if self.contract == "true-on-policy" and self.sync.kv == "keep":
-            raise ConfigError(
-                "contract=true-on-policy with sync.kv=keep: new weights would sample over keys of "
-                "old ones, a mixture that the trainer cannot compute. Set sync.kv=drop, or "
-                "contract=auto."
-            )
-        if self.engine.share_device:
-            raise ConfigError(
-                f"engine.share_device=true with {where}: the engine sleeps while the trainer "
-                "trains, and could not sample meanwhile. Set max_staleness=0, or give the engine a "
-                "device of its own."
-            )
-        if self.chosen_correction.anchor == "on_policy":
-            raise ConfigError(
-                f"correction.anchor=on_policy with {where}: it fixes at 1 the ratio between the "
-                "policy in training and an older one. Use correction=mis or decoupled."
-            )
-        if self.chosen_correction.behaviour == "averaged" and self.sync.kv == "keep":
-            raise ConfigError(
-                "correction.behaviour=averaged with sync.kv=keep: a re-scoring computes the keys "
-                "that the sampler went on without, and averages another policy. Set sync.kv=drop."
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedConfig(ModelChoice):
@@ -477,20 +365,7 @@ class SupervisedConfig(ModelChoice):
             raise ConfigError(
                 "give the dialogues once: sft.path=FILE.jsonl, or data=KIND for generated ones."
             )
-        if self.create and self.renderer is None:
-            raise ConfigError(
-                f"create={self.create} makes a tokenizer for one renderer: set renderer=KIND."
-            )
-        if self.create and self.lora is not None:
-            raise ConfigError(
-                f"create={self.create} begins with random weights, and lora freezes them: leave "
-                "lora out."
-            )
-        if self.trainer.routing_replay != "none":
-            raise ConfigError(
-                f"trainer.routing_replay={self.trainer.routing_replay}: in supervised training "
-                "nothing was sampled, and there are no routes to replay. Leave it out."
-            )
+        check_conflicts(self, CONFLICTS["supervised"])
 
 
 APIS = ("agents", "tinker")

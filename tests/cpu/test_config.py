@@ -3,18 +3,18 @@
 import dataclasses
 import json
 import re
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 import pytest
 
 from lockstep import config as C
 from lockstep.cli import COMMANDS, main
-from lockstep.config import flatten, resolve, to_dict
+from lockstep.config import choices, flatten, resolve, to_dict
 from lockstep.correction.config import Correction
 from lockstep.errors import ConfigError
 from lockstep.habits import SETTINGS, VERBS, WHOLE
 from lockstep.recipes import find_recipe
-from lockstep.run_config import Config
+from lockstep.run_config import CONFLICTS, Config, SupervisedConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -297,3 +297,25 @@ def test_a_file_with_what_is_no_setting_says_where_it_belongs(tmp_path, name, te
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=message):
         C.overlaid(find_recipe("quickstart"), C.read_tree(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("table", "rule"),
+    [(table, rule) for table, rules in CONFLICTS.items() for rule in rules],
+)
+def test_every_condition_of_a_conflict_is_an_attribute_of_some_kind_of_config(table, rule):
+    base = SupervisedConfig if table == "supervised" else Config
+    for condition in rule.translate(str.maketrans("[]", "  ")).split():
+        kinds = [base]
+        for part in re.split(r"!?[=>]|\.\*", condition)[0].split("."):
+            if condition == "with":
+                continue
+            found = [kind for kind in kinds if hasattr(kind, part) or part in get_type_hints(kind)]
+            assert found, f"{rule}: nothing here has {part!r}"
+            hints = [get_type_hints(kind).get(part) for kind in found]
+            members = [m for hint in hints for m in (get_args(hint) or (hint,))]
+            if part == "chosen_correction":
+                members = [Correction]
+            kinds = [
+                k for m in members if dataclasses.is_dataclass(m) for k in (m, *choices(m).values())
+            ]

@@ -21,7 +21,7 @@ from lockstep.agent.loop import truncation_notice
 from lockstep.agent.match import OutOfBudget
 from lockstep.agent.task_config import Split
 from lockstep.agent.tools import check_names
-from lockstep.config import differences, from_dict, tag, to_dict
+from lockstep.config import check_conflicts, differences, from_dict, tag, to_dict
 from lockstep.engines.config import GPU_SHARE, EmbeddedConfig, EngineConfig, VllmConfig
 from lockstep.envs.mixture import MixtureConfig
 from lockstep.errors import (
@@ -69,7 +69,7 @@ from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.hooks import current_hooks
 from lockstep.run.prompts import FirstPrompts
-from lockstep.run_config import DEFAULT_DTYPES, Config, ModelChoice
+from lockstep.run_config import CONFLICTS, DEFAULT_DTYPES, Config, ModelChoice
 from lockstep.store.checkpoints import checkpoint_of, trained_by
 from lockstep.store.files import why_no_directory
 from lockstep.store.run import load_run
@@ -173,18 +173,7 @@ def _check_sampling(config: Config) -> None:
     """Raises ConfigError if the engine cannot draw or record what other settings read."""
     if config.contract == TRUE_ON_POLICY and (reason := why_no_contract(config)):
         raise ConfigError(f"contract={TRUE_ON_POLICY} cannot be kept: {reason}.")
-    if config.chosen_correction.behaviour == "averaged" and config.agent.is_truncated:
-        raise ConfigError(
-            f"correction.behaviour=averaged with agent.top_p={config.agent.top_p} "
-            f"agent.top_k={config.agent.top_k}: an engine cannot re-score the distribution that "
-            "these leave. Set agent.top_p=1 agent.top_k=0, or correction.behaviour=rollout."
-        )
-    if config.trainer.routing_replay == "rollout" and not config.engine.can_record_routes:
-        raise ConfigError(
-            f"trainer.routing_replay=rollout: engine={tag(type(config.engine))} does not hand out "
-            "the experts that its tokens went to. Use engine=embedded, or "
-            "trainer.routing_replay=recompute."
-        )
+    check_conflicts(config, CONFLICTS["sampling"])
 
 
 def _check_tasks(config: Config, model_files: ModelFiles, *, is_training: bool) -> tuple[str, ...]:
@@ -221,13 +210,7 @@ def check_training(config: Config) -> None:
             f"no seat is left for the policy of the run ({', '.join(seats)}): it would not be "
             f"trained. Set seats.{seats[0]}=policy."
         )
-    if not config.agent.temperature:
-        raise ConfigError(
-            "agent.temperature=0: greedy episodes of a group are all alike and teach nothing. Set "
-            "it above 0; evaluation.greedy=true tests the policy at 0."
-        )
-    if config.sync.form == "adapter" and config.lora is None:
-        raise ConfigError("sync.form=adapter: the run has no adapter. Set lora.rank=8.")
+    check_conflicts(config, CONFLICTS["training"])
     is_shared = config.is_in_step and not config.engine.num_workers
     if config.sync.qualify == "on" and is_shared and config.sync.form in ("auto", "shared"):
         raise ConfigError(

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from lockstep.config import Checked, at_least
-from lockstep.errors import ConfigError
 
 Form = Literal["shared", "tensors", "directory", "adapter"]
 """Form of the weights on their way to the engine: see `SyncConfig.form`."""
@@ -44,11 +43,3 @@ class SyncConfig(Checked):
     directory: str = ""
     """Directory of versioned checkpoints, on a file system that the engine's hosts see. Empty is
     `weights` in the run's directory."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.qualify == "on" and self.form == "shared":
-            raise ConfigError(
-                "sync.qualify=on with sync.form=shared: no weights are sent, so there is nothing "
-                "to qualify. Leave one of them out."
-            )

@@ -58,12 +58,6 @@ class DistillConfig(Checked):
                 "distill has no teacher. Name one with distill.teacher.model=DIR (a shipped model, "
                 "a checkpoint directory, or a run), or distill.by_source.NAME.model=DIR."
             )
-        if self.signal == "sampled" and self.divergence == "forward":
-            raise ConfigError(
-                "distill.divergence=forward with distill.signal=sampled: tokens that the student "
-                "sampled estimate the reverse KL alone. Set distill.signal=top_k, or leave "
-                "distill.divergence out."
-            )
         for setting, teacher in self.teachers.items():
             if not teacher.model:
                 raise ConfigError(f"{setting}.model is empty: it names the teacher's model.")
@@ -88,6 +82,11 @@ class DistillConfig(Checked):
         if self.teacher != TeacherConfig():
             out = {"distill.teacher": self.teacher, **out}
         return out
+
+    @property
+    def is_served(self) -> bool:
+        """True if a server runs any of them."""
+        return any(teacher.engine is not None for teacher in self.teachers.values())
 
     def setting_of(self, source: str) -> str:
         """The setting of the teacher of a task from this source."""
