@@ -21,21 +21,21 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "lockstep"
 
 CEILINGS = {
-    "nouns: types, errors, config": 1_830,
-    "tinker": 3_876,
-    "run": 5_306,
-    "renderers": 3_307,
-    "models and ops": 8_694,
-    "engines, sync, launch": 8_991,
-    "agent": 6_859,
-    "learn: training, correction, objectives": 5_183,
+    "nouns: types, errors, config": 1_898,
+    "tinker": 3_873,
+    "run": 5_143,
+    "renderers": 3_305,
+    "models and ops": 8_691,
+    "engines, sync, launch": 8_966,
+    "agent": 6_828,
+    "learn: training, correction, objectives": 5_143,
     "doctor": 7_637,
     "integrations": 1_241,
-    "store, observe, report": 2_805,
-    "environments and recipes": 3_749,
-    "testing": 1_548,
-    "tests": 60_834,
-    "proofs and benchmarks": 10_435,
+    "store, observe, report": 2_799,
+    "environments and recipes": 3_716,
+    "testing": 1_532,
+    "tests": 60_883,
+    "proofs and benchmarks": 10_424,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling
 follows."""

@@ -427,9 +427,9 @@ def check_conflicts(config: Any, conflicts: Mapping[str, str]) -> None:
     """Raises ConfigError for settings that exclude each other.
 
     conflicts: conditions that may not hold together -> the reason and the next step. A condition
-    compares an attribute with a value, or with another attribute (`>=`). A name alone is an
-    attribute that is not empty, and `name.*` is a section that differs from its defaults. The
-    message begins with the conditions as they are in `config`, without those in brackets.
+    compares an attribute with a value, or with another attribute (`>=`); `name.*` is a section that
+    differs from its defaults. The message begins with the conditions as they are in `config`,
+    without those in brackets. A name alone is only shown there.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Run:
@@ -461,7 +461,7 @@ def _holds(config: Any, condition: str) -> bool:
             return found >= _at(config, value)
         case ".*":
             return found is not None and found != _class(found)()
-    return bool(found)
+    return found is not None
 
 
 def _stated(config: Any, condition: str) -> str:
