@@ -32,7 +32,7 @@ from datetime import date, time
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import yaml
 
@@ -211,7 +211,8 @@ def _from_dict(cls: type[T], tree: Mapping[str, Any], path: str) -> T:
     try:
         return cls(**values)
     except SettingError as error:
-        raise ConfigError(prefix + str(error).partition(".")[2]) from None
+        owner = str(error).partition(".")[0]
+        raise ConfigError(str(error).replace(f"{owner}.", prefix)) from None
     except ConfigError as error:
         is_named = str(error).startswith(path)
         raise ConfigError(str(error) if is_named else f"{path}: {error}") from None
@@ -395,7 +396,10 @@ ABOVE_0 = Interval("(0, inf)")
 
 class Checked:
     """Base of settings with bounds: checks each field that is annotated with an Interval or a
-    Literal, however the object is made."""
+    Literal, and `CONFLICTS`, however the object is made."""
+
+    CONFLICTS: ClassVar[Mapping[str, str]] = {}
+    """Settings of the class that exclude each other: `conflicts_in`."""
 
     def __post_init__(self) -> None:
         intervals, choices = _limits(type(self))
@@ -405,6 +409,8 @@ class Checked:
                 raise _setting_error(self, name, expected)
         for name, annotation in choices.items():
             _value(annotation, getattr(self, name), f"{type(self).__name__}.{name}")
+        for problem in conflicts_in(self, self.CONFLICTS, at=f"{type(self).__name__}."):
+            raise SettingError(problem)
 
 
 def require(config: Any, **rules: tuple[bool, str]) -> None:
@@ -424,12 +430,7 @@ _CONDITION = re.compile(r"([\w.]+?)(?:(=|!=|>=|>|\.\*)([\w.-]*))?")
 
 
 def check_conflicts(config: Any, conflicts: Mapping[str, str]) -> None:
-    """Raises ConfigError for settings that exclude each other.
-
-    conflicts: conditions that may not hold together -> the reason and the next step. A condition
-    compares an attribute with a value, or with another attribute (`>=`); `name.*` is a section that
-    differs from its defaults. The message begins with the conditions as they are in `config`,
-    without those in brackets. A name alone is only shown there.
+    """Raises ConfigError for settings that exclude each other, as `conflicts_in` finds them.
 
     >>> @dataclasses.dataclass(frozen=True)
     ... class Run:
@@ -439,12 +440,24 @@ def check_conflicts(config: Any, conflicts: Mapping[str, str]) -> None:
     Traceback (most recent call last):
     lockstep.errors.ConfigError: steps=10 with is_tested=false: test it.
     """
+    for problem in conflicts_in(config, conflicts):
+        raise ConfigError(problem)
+
+
+def conflicts_in(config: Any, conflicts: Mapping[str, str], *, at: str = "") -> Iterator[str]:
+    """A message for each of the conflicts that `config` has.
+
+    conflicts: conditions that may not hold together -> the reason and the next step. A condition
+    compares an attribute with a value, or with another attribute (`>`, `>=`); `name.*` is a section
+    that differs from its defaults. The message begins with the conditions as they are in `config`,
+    each after `at`, without those in brackets. A name alone is only shown there.
+    """
     for rule, text in conflicts.items():
-        shown, _, hidden = rule.removesuffix("]").partition(" [")
-        words = [word for word in shown.split() if word != "with"]
-        if all(_holds(config, condition) for condition in [*words, *hidden.split()]):
-            first, *others = (_stated(config, condition) for condition in words)
-            raise ConfigError(f"{first}{' with ' if others else ''}{' '.join(others)}: {text}")
+        shown, _, hidden = rule.removesuffix("]").partition("[")
+        words = [word for word in f"{shown} {hidden}".split() if word != "with"]
+        if all(_holds(config, condition) for condition in words):
+            stated = [w if w == "with" else _stated(config, w, at) for w in shown.split()]
+            yield f"{' '.join(stated)}: {text}" if stated else text
 
 
 def _holds(config: Any, condition: str) -> bool:
@@ -455,22 +468,24 @@ def _holds(config: Any, condition: str) -> bool:
             return _written(found) == value
         case "!=":
             return found is not None and _written(found) != value
-        case ">":
-            return found is not None and found > float(value)
-        case ">=":
-            return found >= _at(config, value)
+        case ">" | ">=":
+            limit = float(value) if value.isdecimal() else _at(config, value)
+            return found is not None and (found > limit or (sign == ">=" and found == limit))
         case ".*":
             return found is not None and found != _class(found)()
     return found is not None
 
 
-def _stated(config: Any, condition: str) -> str:
-    """The setting of a condition, with its value. `chosen_x` is the setting `x`."""
+def _stated(config: Any, condition: str, at: str) -> str:
+    """The settings of a condition, with their values. `chosen_x` is the setting `x`."""
     name, sign, value = _parts(condition)
-    shown = name.removeprefix("chosen_")
+    shown = at + name.removeprefix("chosen_")
     if sign == ".*":
-        return condition
-    return shown if (sign, value) == ("!=", "none") else f"{shown}={_written(_at(config, name))}"
+        return f"{shown}.*"
+    if (sign, value) != ("!=", "none"):
+        shown += f"={_written(_at(config, name))}"
+    is_compared = sign in (">", ">=") and not value.isdecimal()
+    return f"{shown} and {_stated(config, value, at)}" if is_compared else shown
 
 
 def _parts(condition: str) -> tuple[str, str, str]:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.tasks import derive_seed
 from lockstep.config import to_dict
-from lockstep.engines.config import EmbeddedConfig, VllmConfig
+from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import CapabilityError, ConfigError, RunError
 from lockstep.launch.event_loop import run_to_end
 from lockstep.run.build import (
@@ -442,23 +442,6 @@ def base_names(config: ServeConfig) -> dict[str, str]:
     return {config.model.rstrip("/").rpartition("/")[2]: config.model}
 
 
-def check_engine(config: ServeConfig) -> None:
-    """Raises ConfigError if the engine could not sample the trained weights with these settings."""
-    engine = config.engine
-    if config.fallback:
-        raise ConfigError("api=tinker: fallback=true: only the decoder is trained. Leave it out.")
-    if engine.share_device:
-        raise ConfigError(
-            "api=tinker: engine.share_device=true: the engine samples while models train, and "
-            "cannot sleep meanwhile. Leave it out."
-        )
-    if isinstance(engine, VllmConfig) and not (engine.urls or engine.max_adapter_rank):
-        raise ConfigError(
-            "api=tinker: vLLM takes adapters up to the rank that it was started for. Set "
-            "engine.max_adapter_rank=32, or the largest rank that clients ask for."
-        )
-
-
 async def open_base(
     config: ServeConfig, name: str, model: str, *, place: Path, note: Callable[[str], None]
 ) -> Base:
@@ -469,7 +452,6 @@ async def open_base(
     from lockstep.tinker.embedded import Base
     from lockstep.tinker.requests import BaseModel
 
-    check_engine(config)
     if config.contract != "none":
         ask_for_reproducible_gemm()
     own = replace(config, model=model)

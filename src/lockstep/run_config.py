@@ -14,7 +14,16 @@ from typing import Annotated, Any, ClassVar, Literal
 from lockstep.agent.config import AgentConfig, FrozenSeat, OwnSeat, SamplingConfig, SeatConfig
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.task_config import DialogueConfig, TaskConfig
-from lockstep.config import ABOVE_0, Checked, Interval, at_least, check_conflicts, require, tag
+from lockstep.config import (
+    ABOVE_0,
+    Checked,
+    Interval,
+    at_least,
+    check_conflicts,
+    conflicts_in,
+    require,
+    tag,
+)
 from lockstep.correction.config import Correction
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.errors import ConfigError
@@ -290,6 +299,11 @@ class Config(ModelChoice):
         return Correction.bypass() if self.is_in_step else Correction.mis()
 
     @property
+    def learns_from_rewards(self) -> bool:
+        """False if teachers alone say what is learned."""
+        return self.distill is None or self.distill.reward_coef > 0
+
+    @property
     def own_seats(self) -> list[str]:
         """Seats with a policy of their own that is trained too."""
         return [seat for seat, policy in self.seats.items() if isinstance(policy, OwnSeat)]
@@ -304,9 +318,6 @@ class Config(ModelChoice):
 
     def __post_init__(self) -> None:
         ModelChoice.__post_init__(self)
-        if self.distill is None or self.distill.reward_coef:
-            self.advantage.check_group_size(self.group_size)
-        self.credit.check_advantage(self.advantage, max_turns=self.agent.max_turns)
         check_conflicts(self, CONFLICTS["run"])
         self.chosen_correction.check_updates(self.trainer.updates_per_batch)
         self._check_seats()
@@ -326,17 +337,10 @@ class Config(ModelChoice):
                 f"every seat of task={kind} is frozen ({', '.join(known)}): nothing would be "
                 f"trained. Set seats.{known[0]}=policy."
             )
-        problem = ""
-        if self.advantage.needs_critic:
-            problem = "advantage with a critic: set advantage=grpo or rloo"
-        elif self.distill is not None:
-            problem = "distill: leave it out"
-        elif self.chosen_correction.behaviour == "averaged":
-            problem = "correction.behaviour=averaged: leave it out, as sampler and trainer are one"
-        if self.own_seats and problem:
+        for problem in conflicts_in(self, CONFLICTS["own_seats"]) if self.own_seats else ():
             raise ConfigError(
                 f"seats.{self.own_seats[0]}=own has an adapter and nothing beside it, and the run "
-                f"has {problem}."
+                f"has {problem}"
             )
 
 
@@ -361,10 +365,6 @@ class SupervisedConfig(ModelChoice):
 
     def __post_init__(self) -> None:
         ModelChoice.__post_init__(self)
-        if bool(self.sft.path) == (self.data is not None):
-            raise ConfigError(
-                "give the dialogues once: sft.path=FILE.jsonl, or data=KIND for generated ones."
-            )
         check_conflicts(self, CONFLICTS["supervised"])
 
 
@@ -399,3 +399,5 @@ class ServeConfig(ModelChoice):
         self.engine.check_budget(self.max_tokens)
         is_known = bool(self.api) and set(self.api) <= set(APIS)
         require(self, api=(is_known, f"some of {', '.join(APIS)}"))
+        if "tinker" in self.api:
+            check_conflicts(self, CONFLICTS["tinker"])

@@ -11,10 +11,13 @@ from lockstep import config as C
 from lockstep.cli import COMMANDS, main
 from lockstep.config import choices, flatten, resolve, to_dict
 from lockstep.correction.config import Correction
+from lockstep.engines.config import EmbeddedConfig as EmbeddedEngine
+from lockstep.engines.config import VllmConfig
 from lockstep.errors import ConfigError
 from lockstep.habits import SETTINGS, VERBS, WHOLE
 from lockstep.recipes import find_recipe
-from lockstep.run_config import CONFLICTS, Config, SupervisedConfig
+from lockstep.run_config import CONFLICTS, Config, ServeConfig, SupervisedConfig
+from lockstep.training.config import TrainerConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -299,17 +302,20 @@ def test_a_file_with_what_is_no_setting_says_where_it_belongs(tmp_path, name, te
         C.overlaid(find_recipe("quickstart"), C.read_tree(tmp_path / name))
 
 
-@pytest.mark.parametrize(
-    ("table", "rule"),
-    [(table, rule) for table, rules in CONFLICTS.items() for rule in rules],
-)
-def test_every_condition_of_a_conflict_is_an_attribute_of_some_kind_of_config(table, rule):
-    base = SupervisedConfig if table == "supervised" else Config
-    for condition in rule.translate(str.maketrans("[]", "  ")).split():
+OF_TABLE = {"supervised": SupervisedConfig, "tinker": ServeConfig}
+RULES = [
+    (OF_TABLE.get(table, Config), rule) for table, rules in CONFLICTS.items() for rule in rules
+]
+for kind in (EmbeddedEngine, VllmConfig, TrainerConfig):
+    RULES += [(kind, rule) for rule in kind.CONFLICTS]
+
+
+@pytest.mark.parametrize(("base", "rule"), RULES)
+def test_every_condition_of_a_conflict_is_an_attribute_of_some_kind_of_config(base, rule):
+    words = rule.translate(str.maketrans("[]", "  ")).split()
+    for condition in {*words, *re.findall(r">=?([a-z_.]+)", rule)} - {"with"}:
         kinds = [base]
         for part in re.split(r"!?[=>]|\.\*", condition)[0].split("."):
-            if condition == "with":
-                continue
             found = [kind for kind in kinds if hasattr(kind, part) or part in get_type_hints(kind)]
             assert found, f"{rule}: nothing here has {part!r}"
             hints = [get_type_hints(kind).get(part) for kind in found]

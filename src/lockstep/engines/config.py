@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from lockstep.config import ABOVE_0, Checked, Interval, at_least
 from lockstep.errors import ConfigError
 from lockstep.launch.config import share_of
+from lockstep.tables import tables_beside
 
 CPU_CACHE_TOKENS, CPU_SEQUENCES = 65536, 64
 """Sizes of an engine on a CPU, where a step of 64 requests costs little more than one of 1."""
@@ -18,6 +19,7 @@ GPU_SHARE = 0.9
 """Share of a GPU's free memory that is planned for; the rest is for fragments of torch's allocator
 and workspaces of libraries. A guess until measured."""
 
+_CONFLICTS: dict[str, dict[str, str]] = tables_beside(__file__)
 SampleDtype = Literal["same", "float32", "bfloat16", "float16"]
 
 
@@ -93,6 +95,7 @@ class EmbeddedConfig(EngineConfig):
     """The trainer's own decoder, sampling inside the training process or in processes beside it."""
 
     can_record_routes: ClassVar[bool] = True
+    CONFLICTS = _CONFLICTS["embedded"]
 
     replicas: Annotated[int, at_least(0)] = 0
     """Processes that sample, each with a copy of the weights, and a GPU of its own if there are
@@ -127,20 +130,6 @@ class EmbeddedConfig(EngineConfig):
     cuda_graphs: bool = True
     """Replay a step of sampled tokens as a CUDA graph, captured once per size of batch. Off, a GPU
     waits for Python between its kernels. Without effect on a CPU."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.max_step_tokens < self.max_num_sequences:
-            raise ConfigError(
-                f"engine.max_step_tokens={self.max_step_tokens} is smaller than "
-                f"engine.max_num_sequences={self.max_num_sequences}: each running request samples "
-                "one token per step. Raise the first or lower the second."
-            )
-        if 0 < self.kv_cache_tokens < self.page_size:
-            raise ConfigError(
-                f"engine.kv_cache_tokens={self.kv_cache_tokens} holds not even one page "
-                f"(engine.page_size={self.page_size}). Raise the first or lower the second."
-            )
 
     @property
     def is_pool(self) -> bool:
@@ -264,6 +253,7 @@ class VllmConfig(ServedConfig):
     this process (engine.in_process=true). See docs/engines.md."""
 
     can_record_routes: ClassVar[bool] = True
+    CONFLICTS = _CONFLICTS["vllm"]
 
     decoder: DecoderChoice = "auto"
     """Model that computes the tokens: vllm is vLLM's own, lockstep the trainer's decoder inside
@@ -304,26 +294,10 @@ class VllmConfig(ServedConfig):
 
     def __post_init__(self) -> None:
         ServedConfig.__post_init__(self)
-        if self.urls and self.in_process:
-            raise ConfigError(
-                "engine.urls and engine.in_process=true: the engine is behind one or inside the "
-                "other. Leave one out."
-            )
-        if self.in_process and (self.python or self.replicas != 1):
-            raise ConfigError(
-                "engine.in_process=true runs one engine, with this interpreter: leave engine."
-                "python and engine.replicas out."
-            )
         if self.urls:
             self._check_attached()
         if self.decoder == "lockstep" and (reason := self.why_no_decoder):
             raise ConfigError(f"engine.decoder=lockstep: {reason}, or set engine.decoder=vllm.")
-        if self.share_device and self.tensor_parallel > 1:
-            raise ConfigError(
-                f"engine.share_device=true with engine.tensor_parallel={self.tensor_parallel}: the "
-                "trainer's process has one GPU, and an engine on several cannot take turns with "
-                "it. Leave one of the two out."
-            )
         for value in self.args:
             if not value.startswith("--"):
                 raise ConfigError(f"engine.args: {value!r} must read --NAME or --NAME=VALUE.")

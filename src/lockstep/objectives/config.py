@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from lockstep.config import Checked, Interval, at_least, require, tag
+from lockstep.config import Checked, Interval, at_least, require
 from lockstep.errors import ConfigError
 
 Aggregate = Literal["token_mean", "sequence_mean", "fixed_length"]
@@ -64,10 +64,28 @@ class ObjectiveConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPOClip(ObjectiveConfig):
-    """The clipped surrogate of PPO (Schulman et al. 2017)."""
+class _Clipped(ObjectiveConfig):
+    """Base of the losses with a bounded ratio."""
 
     has_ratio: ClassVar[bool] = True
+    below: ClassVar[Interval] = Interval("(0, 1)")
+    """The distances below 1 that make sense."""
+
+    clip: tuple[float, float]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        low, high = self.clip
+        if self.below.expected(low) or not 0 < high < math.inf:
+            raise ConfigError(
+                f"objective.clip={low},{high}: expected a distance below 1, in {self.below.text}, "
+                "and one above 1, a finite number over 0; 0.2,0.28 keeps the ratio in [0.8, 1.28]."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOClip(_Clipped):
+    """The clipped surrogate of PPO (Schulman et al. 2017)."""
 
     clip: tuple[float, float] = (0.2, 0.2)
     """Distance below and above 1. A token has no gradient if its ratio to the old policy is further
@@ -76,16 +94,10 @@ class PPOClip(ObjectiveConfig):
     """Ratio above which tokens of negative advantage have no gradient (Ye et al. 2020; 3 is usual).
     Unset, their gradient grows with the ratio, without bound."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_clip(self.clip)
-
 
 @dataclass(frozen=True, kw_only=True)
-class GSPO(ObjectiveConfig):
+class GSPO(_Clipped):
     """PPO's clip on the mean ratio of a whole row (Zheng et al. 2025)."""
-
-    has_ratio: ClassVar[bool] = True
 
     aggregate: Aggregate = "sequence_mean"
     """Weight of rows and tokens in the loss; the ratio is a row's, and so is the default weight."""
@@ -93,24 +105,16 @@ class GSPO(ObjectiveConfig):
     """Distance below and above 1 where the row's ratio is clipped. Small, since a mean moves
     little."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_clip(self.clip)
-
 
 @dataclass(frozen=True, kw_only=True)
-class CISPO(ObjectiveConfig):
+class CISPO(_Clipped):
     """REINFORCE with each token weighed by its bounded ratio to the old policy (MiniMax-M1)."""
 
-    has_ratio: ClassVar[bool] = True
+    below: ClassVar[Interval] = Interval("(0, 1]")
 
     clip: tuple[float, float] = (1.0, 1.0)
     """Distance below and above 1 where the weight is cut. A token beyond keeps its gradient, with
     the bound as its weight. 1 below means no lower bound, as in the paper."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_clip(self.clip, may_be_one=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,17 +162,6 @@ def check_fixed_length(aggregate: Aggregate, fixed_length: int) -> None:
         )
 
 
-def _check_clip(clip: tuple[float, float], *, may_be_one: bool = False) -> None:
-    """may_be_one: whether the ratio may be free below."""
-    low, high = clip
-    if not (0 < low < 1 or (may_be_one and low == 1)) or not 0 < high < math.inf:
-        interval = "(0, 1]" if may_be_one else "(0, 1)"
-        raise ConfigError(
-            f"objective.clip={low},{high}: expected a distance below 1, in {interval}, and one "
-            "above 1, a finite number over 0; 0.2,0.28 keeps the ratio in [0.8, 1.28]."
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig(Checked):
     """Base of the advantages. Each subclass is a choice of the setting `advantage`."""
@@ -178,15 +171,6 @@ class AdvantageConfig(Checked):
 
     compares_in_group: ClassVar[bool] = False
     """True if a trajectory is compared with its group."""
-
-    def check_group_size(self, group_size: int) -> None:
-        """Raises ConfigError if groups of this size give no signal."""
-        if group_size < 2 and self.compares_in_group:
-            raise ConfigError(
-                f"group_size={group_size} with advantage={tag(type(self))}: a trajectory is "
-                "compared with its group, so every advantage would be 0. Use group_size=2 or "
-                "more, advantage=reinforce_plus_plus with baseline=batch, or advantage=gae."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,14 +208,6 @@ class ReinforcePlusPlus(AdvantageConfig):
     normalize_std: bool = True
     """Divide by the batch's standard deviation. Off with baseline=batch, it is REINFORCE with the
     batch's mean as its baseline."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.baseline == "group" and not self.normalize_std:
-            raise ConfigError(
-                "advantage.baseline=group with advantage.normalize_std=false is reward minus the "
-                "mean of the group: that is advantage=grpo advantage.normalize_std=false."
-            )
 
     @property
     def compares_in_group(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -297,61 +273,3 @@ class CreditConfig(Checked):
     the branches parted (local advantage of TreeRL, Hou et al. 2025)."""
     branch_weight: Annotated[float, at_least(0)] = 1.0
     """Weight of that difference."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for weight, chosen, default in (
-            ("turn_weight", "compare", "episode"),
-            ("branch_weight", "branches", "leaves"),
-            ("process_weight", "process", "added"),
-        ):
-            value, kind = getattr(self, weight), getattr(self, chosen)
-            if kind != default and not value:
-                raise ConfigError(
-                    f"{chosen}={kind} with {weight}=0: it would have no effect. "
-                    "Leave one of them out."
-                )
-            if kind == default and value != 1 and weight != "process_weight":
-                raise ConfigError(
-                    f"{weight}={value:g} with {chosen}={kind}: it would have "
-                    f"no effect. Set credit.{chosen} too, or leave it out."
-                )
-        if self.gamma < 1 and self.compare == "episode" and self.process != "group":
-            raise ConfigError(
-                f"gamma={self.gamma:g} with compare=episode: no return of a turn is "
-                "used, and nothing would be discounted. Set credit.compare=turn, path or "
-                "observation, or leave credit.gamma out."
-            )
-        if not self.episode_weight and (self.compare, self.branches) == ("episode", "leaves"):
-            raise ConfigError(
-                "episode_weight=0 with compare=episode: the episode's reward would "
-                "train nothing. Set credit.compare or credit.branches too, or leave it out."
-            )
-
-    def check_advantage(self, advantage: AdvantageConfig, *, max_turns: int) -> None:
-        """Raises ConfigError if a setting has no effect with this advantage, or in episodes of at
-        most this number of turns."""
-        named = f"advantage={tag(type(advantage))}"
-        if advantage.needs_critic and self != CreditConfig():
-            raise ConfigError(
-                f"credit.* is set, and {named} has an advantage for every token from its critic: "
-                "it would do nothing. Set advantage=grpo or rloo, or leave credit.* out."
-            )
-        compared = [
-            f"credit.{name}={kind}"
-            for name, kind, plain in (
-                ("compare", self.compare, ("episode",)),
-                ("process", self.process, ("added", "return")),
-            )
-            if kind not in plain
-        ]
-        if compared and not advantage.compares_in_group:
-            raise ConfigError(
-                f"{compared[0]} compares turns within a group, and {named} compares with the whole "
-                "batch. Set advantage=grpo or rloo, or advantage.baseline=group."
-            )
-        if self.compare != "episode" and max_turns == 1:
-            raise ConfigError(
-                f"credit.compare={self.compare} with agent.max_turns=1: an episode is one turn, "
-                "and is compared already. Raise agent.max_turns, or leave credit.compare out."
-            )

@@ -21,7 +21,7 @@ from lockstep.agent.loop import truncation_notice
 from lockstep.agent.match import OutOfBudget
 from lockstep.agent.task_config import Split
 from lockstep.agent.tools import check_names
-from lockstep.config import check_conflicts, differences, from_dict, tag, to_dict
+from lockstep.config import check_conflicts, conflicts_in, differences, from_dict, tag, to_dict
 from lockstep.engines.config import GPU_SHARE, EmbeddedConfig, EngineConfig, VllmConfig
 from lockstep.envs.mixture import MixtureConfig
 from lockstep.errors import (
@@ -211,12 +211,6 @@ def check_training(config: Config) -> None:
             f"trained. Set seats.{seats[0]}=policy."
         )
     check_conflicts(config, CONFLICTS["training"])
-    is_shared = config.is_in_step and not config.engine.num_workers
-    if config.sync.qualify == "on" and is_shared and config.sync.form in ("auto", "shared"):
-        raise ConfigError(
-            "sync.qualify=on: the engine shares the trainer's weights, and there is nothing to "
-            "qualify. Set sync.qualify=auto."
-        )
 
 
 def check_machine(config: ModelChoice) -> None:
@@ -283,21 +277,11 @@ def check_side_by_side(configs: Sequence[Config]) -> None:
 def check_shared_base(config: Config, where: str) -> None:
     """Raises ConfigError, which begins with `where`, unless several adapters can be trained over
     the model of this run."""
-    problem = ""
-    if config.lora is None:
-        problem = "each needs an adapter of its own. Set lora.rank=16"
-    elif not config.is_in_step or config.engine.num_workers:
-        problem = (
-            "the engine samples in this process, in the trainer's dtype, for the weights in "
-            "training. Set engine=embedded, and leave engine.replicas, engine.dtype and "
-            "max_staleness out"
-        )
-    elif config.engine.share_device:
-        problem = "the engine cannot sleep while others sample. Leave engine.share_device out"
-    elif config.parallel.num_processes(os.environ) > 1 or config.placement.is_elsewhere():
-        problem = "they train in one process. Leave parallel and placement out"
-    if problem:
-        raise ConfigError(f"{where}: {problem}.")
+    problems = list(conflicts_in(config, CONFLICTS["shared_base"]))
+    if config.parallel.num_processes(os.environ) > 1 or config.placement.is_elsewhere():
+        problems.append("they train in one process. Leave parallel and placement out")
+    if problems:
+        raise ConfigError(f"{where}: {problems[0]}.")
 
 
 def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> None:
@@ -513,21 +497,7 @@ def check_fallback(config: ModelChoice) -> None:
     before it is loaded, and before transformers is imported."""
     if not config.fallback:
         return
-    problems: list[str] = []
-    if config.lora is not None:
-        problems.append("adapters are put on the decoder's projections; leave lora out")
-    if config.trainer.recompute != "none":
-        problems.append("only the decoder's blocks are run again; set trainer.recompute=none")
-    if config.trainer.routing_replay != "none":
-        problems.append("only the decoder's routers are known; set trainer.routing_replay=none")
-    if isinstance(getattr(config, "engine", None), EmbeddedConfig):
-        problems.append("engine=embedded runs the decoder; choose an engine in another process")
-    if isinstance(config, Config):
-        if config.contract == TRUE_ON_POLICY:
-            problems.append(f"contract={TRUE_ON_POLICY} promises our own ops; set contract=none")
-        if config.advantage.needs_critic and not config.critic.model:
-            problems.append("a critic is a decoder: name one with critic.model")
-    if problems:
+    if problems := list(conflicts_in(config, CONFLICTS["fallback"])):
         raise ConfigError(f"fallback=true: {'; '.join(problems)}.")
     require_package("transformers", extra="transformers", needed_for="fallback=true")
 
@@ -640,16 +610,8 @@ async def _first_asked(config: Config, model_files: ModelFiles, task: Any) -> in
 
 def why_no_contract(config: Config) -> str:
     """The reason why these settings cannot keep the contract; empty if they may."""
-    if config.fallback:
-        return "fallback=true: transformers computes the model, and not ops"
-    if config.agent.is_truncated and not config.agent.record_support:
-        return (
-            f"agent.top_p={config.agent.top_p} agent.top_k={config.agent.top_k} with "
-            "agent.record_support=false: the trainer cannot know what a token was drawn from. Set "
-            "agent.record_support=true"
-        )
-    if config.sync.kv == "keep":
-        return "sync.kv=keep: new weights sample over keys of old ones"
+    for reason in conflicts_in(config, CONFLICTS["no_contract"]):
+        return reason
     if config.contract == "auto" and current_hooks().no_contract:
         return current_hooks().no_contract
     dtype = getattr(config.engine, "dtype", "same")

@@ -249,17 +249,16 @@ def signal_metrics(run: TrainingRun, batch: Batch) -> dict[str, float]:
 def health_row(run: TrainingRun, groups: Sequence[Group]) -> dict[str, float]:
     """The figures of the health line. Also records examples in words."""
     config, model = run.config, run.model_files.model
-    teaches = config.distill is None or config.distill.reward_coef > 0
     found, reasons = health_metrics(
         groups,
         config.agent,
-        compares=teaches and config.advantage.compares_in_group,
+        compares=config.learns_from_rewards and config.advantage.compares_in_group,
         decode=run.parts.renderer.tokenizer.decode,
     )
     run.health.reasons.update(reasons)
     if isinstance(model, ModelConfig):
         found["train/lr_to_usual"] = config.trainer.lr / usual_rate(config, model)
-    if not teaches:
+    if not config.learns_from_rewards:
         del found["episodes/same_reward"]
     return found
 

@@ -84,6 +84,11 @@ def frozen_names(
 class TrainerConfig(LearnerConfig):
     """Settings of the update: AdamW, its schedule, and the micro-batches."""
 
+    CONFLICTS: ClassVar = {
+        "partial_routes=true with routing_replay!=rollout": "only the sampler's routes can be "
+        "incomplete. Set trainer.routing_replay=rollout, or leave it out."
+    }
+
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay of the gradient's first and second moment."""
     eps: ClassVar[float] = 1e-8
@@ -127,12 +132,6 @@ class TrainerConfig(LearnerConfig):
         super().__post_init__()
         in_range = all(0 <= beta < 1 for beta in self.betas)
         require(self, betas=(in_range, "two numbers in [0, 1)"))
-        if self.partial_routes and self.routing_replay != "rollout":
-            raise ConfigError(
-                f"trainer.partial_routes=true with trainer.routing_replay={self.routing_replay}: "
-                "only the sampler's routes can be incomplete. Set routing_replay=rollout, or "
-                "leave it out."
-            )
 
     def scores_first(self, correction: Correction, *, is_measured: bool) -> bool:
         """True if the batch's log-probs are needed before its first update: two passes, not one.

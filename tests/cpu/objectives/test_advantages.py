@@ -1,5 +1,7 @@
 """Advantages: equal rewards are nothing, and leaves do not multiply a trajectory."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from full_counts import PROOF
@@ -8,7 +10,8 @@ from hypothesis import strategies as st
 
 from lockstep.errors import AlignmentError, ConfigError
 from lockstep.objectives.advantages import centered, leaf_advantages, leave_one_out
-from lockstep.objectives.config import GRPO, RLOO, AdvantageConfig, ReinforcePlusPlus
+from lockstep.objectives.config import GAE, GRPO, RLOO, AdvantageConfig, ReinforcePlusPlus
+from lockstep.recipes.registry import find_recipe
 
 EXAMPLES = settings(max_examples=1000 if PROOF else 100, deadline=None)
 rewards = st.floats(-10, 10)
@@ -139,16 +142,19 @@ def test_an_advantage_of_ones_own_joins_by_its_config():
 
 
 def test_a_group_of_one_with_a_group_baseline_is_refused_before_anything_runs():
-    GRPO().check_group_size(2)
-    ReinforcePlusPlus().check_group_size(1)
-    for config, chosen in (
+    config = find_recipe("quickstart")
+    for advantage in (ReinforcePlusPlus(), GAE()):
+        replace(config, advantage=advantage, group_size=1)
+    for advantage, chosen in (
         (GRPO(), "grpo"), (RLOO(), "rloo"),
         (ReinforcePlusPlus(baseline="group"), "reinforce_plus_plus"),
     ):  # fmt: skip
-        with pytest.raises(ConfigError, match=f"group_size=1 .*advantage={chosen}"):
-            config.check_group_size(1)
+        match = f"group_size=1 .*advantage={chosen}.*baseline=batch.*advantage=gae"
+        with pytest.raises(ConfigError, match=match):
+            replace(config, advantage=advantage, group_size=1)
 
 
 def test_settings_that_say_nothing_are_refused():
     with pytest.raises(ConfigError, match=r"that is advantage=grpo advantage\.normalize_std=false"):
-        ReinforcePlusPlus(baseline="group", normalize_std=False)
+        advantage = ReinforcePlusPlus(baseline="group", normalize_std=False)
+        replace(find_recipe("quickstart"), advantage=advantage)
