@@ -200,42 +200,6 @@ def tests_gpu(where: Where) -> Figures:
     return {"said": done.stdout.strip().splitlines()[-1:]}
 
 
-@case("truth", "attention against float64", seconds=120)
-def attention(where: Where) -> Figures:
-    """Output and every gradient; a relative error of the whole tensor."""
-    worst: dict[str, float] = {}
-    ops, lengths = own_ops(where), where.pick([700, 1, 77, 1200], [40, 1, 9])
-    limit = 1e-5 if where.dtype == torch.float32 else 2e-2
-    widths = where.pick((64, 128, 256), (16,))
-    for width in widths:
-        for window in (None, 128):
-            generator = torch.Generator(where.device).manual_seed(width)
-
-            def draw(*shape: int, generator: torch.Generator = generator) -> torch.Tensor:
-                return torch.randn(*shape, generator=generator, device=where.device).to(where.dtype)
-
-            T = sum(lengths)
-            inputs = [draw(T, heads, width) for heads in (8, 2, 2)] + [draw(8)]
-            grad = draw(T, 8, width)
-            leaves = [x.clone().requires_grad_() for x in inputs]
-            spec = AttentionSpec(leaves[3], window, width**-0.5)
-            context = PackedContext.of(lengths, device=where.device)
-            out = ops.attention(leaves[0], leaves[1], leaves[2], spec, context)
-            out.backward(grad)
-            exact = [x.double().requires_grad_() for x in inputs]
-            wanted = reference_attention(
-                *exact[:3], sinks_H=exact[3], window=window, scale=width**-0.5, lengths=lengths
-            )
-            wanted.backward(grad.double())
-            found = [out, *(x.grad for x in leaves)]
-            names = ("output", "dQ", "dK", "dV", "dsinks")
-            for label, a, b in zip(names, found, [wanted, *(x.grad for x in exact)], strict=True):
-                error = float((a.double() - b).norm() / b.norm())
-                worst[label] = max(worst.get(label, 0.0), error)
-    expect(max(worst.values()) < limit, f"{worst}, more than {limit}")
-    return {"worst relative error": worst}
-
-
 class ExactOps(Ops):
     """Stock ops with attention by its definition: Triton's kernel has no float64."""
 

@@ -1,4 +1,6 @@
-"""The plain backend's packed attention on a GPU against the formula."""
+"""Packed attention on a GPU against the formula."""
+
+import importlib.util
 
 import numpy as np
 import pytest
@@ -10,19 +12,31 @@ from lockstep.ops.context import AttentionSpec, PackedContext
 
 if not torch.cuda.is_available():
     pytest.skip("torch sees no GPU", allow_module_level=True)
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("pip install 'lockstep-rl[cuda]'", allow_module_level=True)
+from lockstep.ops.cuda import CudaOps
 
 LENGTHS = [200, 1, 77, 330]
 
 
+@pytest.mark.parametrize("width", [64, 128, 256])
 @pytest.mark.parametrize("window", [None, 64])
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-4), (torch.bfloat16, 0.02)])
-def test_output_and_all_gradients_equal_the_formula(window, dtype, limit):
+@pytest.mark.parametrize(
+    ("ops", "dtype", "limit"),
+    [
+        (Ops, torch.float32, 1e-4),
+        (Ops, torch.bfloat16, 0.02),
+        (CudaOps, torch.bfloat16, 0.02),
+    ],
+)
+def test_output_and_all_gradients_equal_the_formula(ops, width, window, dtype, limit):
     g = torch.Generator().manual_seed(0)
-    shapes = [(sum(LENGTHS), heads, 64) for heads in (8, 2, 2)] + [(8,), (sum(LENGTHS), 8, 64)]
+    shapes = [(sum(LENGTHS), heads, width) for heads in (8, 2, 2)]
+    shapes += [(8,), (sum(LENGTHS), 8, width)]
     q, k, v, sinks, grad = (torch.randn(shape, generator=g).to(dtype) for shape in shapes)
     leaves = [x.cuda().requires_grad_() for x in (q, k, v, sinks)]
     context = PackedContext.of(LENGTHS, device="cuda")
-    out = Ops().attention(*leaves[:3], AttentionSpec(leaves[3], window, 0.125), context)
+    out = ops().attention(*leaves[:3], AttentionSpec(leaves[3], window, 0.125), context)
     out.backward(grad.cuda())
     exact = [x.double().requires_grad_() for x in (q, k, v, sinks)]
     wanted = reference_attention(
