@@ -192,7 +192,7 @@ proof: install-dev
 	LOCKSTEP_PROOF=1 $(PYTEST)
 	LOCKSTEP_PROOF=1 $(MAKE) test-vllm
 	$(BIN)/python docs/proof/run.py
-	$(BIN)/python docs/proof/doctor.py --seeds 1
+	$(BIN)/python docs/proof/doctor.py
 	$(BIN)/python docs/proof/dialogues.py
 	$(BIN)/python docs/proof/tasks.py
 	$(BIN)/python docs/proof/sandbox.py

@@ -6,9 +6,7 @@ normalised over the batch. Both sides get the same log-probs and the same settin
 one process, and end with their metrics as numbers on the host. Each figure is the best of its runs:
 what else runs on the machine only ever adds time. verl's mask is float32, the fastest of its types.
 
-Memory is what a process of its own holds at its peak beyond its inputs. Printed besides: one
-thread; half and a quarter of the rows; and ours with tokens told apart by age, turn, position and
-kind, which verl does not do.
+Memory is what a process of its own holds at its peak beyond its inputs.
 
     python benchmarks/correction_vs_verl.py [--repeats N]
 
@@ -24,12 +22,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from measuring import ROOT, CannotRun, Row, alone, in_turn, main, note, peak_mib, row, seconds_of
+from measuring import ROOT, CannotRun, Row, alone, in_turn, main, peak_mib, row, seconds_of
 
 import pytest
 import torch
 
-from lockstep.correction import Correction, Layout, Rule, TokenFacts, correct
+from lockstep.correction import Correction, Layout, Rule, correct
 
 sys.path.insert(0, str(ROOT / "tests" / "parity"))
 from verl_modules import load_verl
@@ -84,25 +82,12 @@ def make_rows(num_rows: int) -> Rows:
     return Rows(logprobs, rollout, torch.arange(MAX_TOKENS) < lengths)
 
 
-def make_facts(num_rows: int) -> TokenFacts:
-    """Turns of 400 tokens, the last 5 of each protocol; rows of up to three updates ago."""
-    shape = (num_rows, MAX_TOKENS)
-    places = torch.arange(MAX_TOKENS).expand(shape).contiguous()
-    return TokenFacts(
-        ages=(torch.arange(num_rows) % 4)[:, None].expand(shape).contiguous(),
-        turns=places // 400,
-        positions=places,
-        kinds=(places % 400 >= 395).long(),
-    )
-
-
-def ours(rows: Rows, correction: Correction, facts: TokenFacts | None = None) -> Callable[[], Any]:
+def ours(rows: Rows, correction: Correction) -> Callable[[], Any]:
     layout = Layout.padded(rows.mask)
 
     def run() -> dict[str, float]:
-        return correct(
-            rows.logprobs, rows.rollout_logprobs, correction, layout=layout, facts=facts
-        ).to_metrics()
+        found = correct(rows.logprobs, rows.rollout_logprobs, correction, layout=layout)
+        return found.to_metrics()
 
     return run
 
@@ -148,11 +133,6 @@ def compare(*, repeats: int = 10) -> Iterator[Row]:
             )
             name = f"correction-vs-verl/{work}, {num_threads} threads"
             yield row(name, *found.values(), "s", how=HOW)
-    for count in (NUM_ROWS // 4, NUM_ROWS // 2, NUM_ROWS):
-        seconds = best_of({"ours": ours(make_rows(count), FULL)}, repeats)["ours"]
-        note(f"ours, {count} rows: {seconds:.4f} s ({1e3 * seconds / count:.3f} ms/row)")
-    told_apart = best_of({"ours": ours(rows, FULL, make_facts(NUM_ROWS))}, repeats)["ours"]
-    note(f"ours with age, turn, position and kind of every token: {told_apart:.4f} s")
     mine, theirs = (alone(peak_of, side) for side in ("ours", "verl"))
     how = "beyond the inputs, a process each, the same work in full; in buffers of a batch: "
     how += f"{mine / BUFFER_MIB:.1f} and {theirs / BUFFER_MIB:.1f}"

@@ -1,11 +1,10 @@
-"""Tokens per processor second of the embedded engine against vLLM and transformers.
+"""Tokens per processor second of the embedded engine against vLLM.
 
 Same random weights and prompts, batches of 1, 8 and 64 replies of 64 new tokens each behind prompts
 of 32, temperature 1, end tokens off, one thread, each engine in a process of its own, in turn. All
 record the log-prob of every token. The embedded engine runs stock ops (contract=none) and, in a row
-of its own, the contract's ops; so does Lockstep's decoder inside vLLM. transformers runs its
-continuous batching. Each figure is the best processor time of a whole batch, after a batch to warm
-up.
+of its own, the contract's ops; so does Lockstep's decoder inside vLLM. Each figure is the best
+processor time of a whole batch, after a batch to warm up.
 
     .venv-vllm/bin/python benchmarks/engine_vs_vllm.py [--rounds N] [--only MODEL ...]
 """
@@ -41,7 +40,7 @@ FLOORS = {"float32": 1.0, "bfloat16": 0.8}
 """How many times vLLM's speed the embedded engine is to have."""
 
 MODELS = models_of("engine_vs_vllm")
-SIDES = ("embedded", "embedded contract", "vllm", "vllm, our decoder", "transformers")
+SIDES = ("embedded", "embedded contract", "vllm", "vllm, our decoder")
 
 Generate = Callable[[np.ndarray], None]
 """[requests, tokens] prompts -> NEW_TOKENS each, sampled."""
@@ -121,36 +120,9 @@ def vllm(directory: Path, dtype: str, *, is_ours: bool) -> Generate:
     return generate
 
 
-def continuous_batching(directory: Path, dtype: str) -> Generate:
-    from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
-
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=getattr(torch, dtype), attn_implementation="sdpa"
-    ).eval()
-    sampling = GenerationConfig(
-        max_new_tokens=NEW_TOKENS, do_sample=True, temperature=1.0, top_k=0, eos_token_id=-1,
-        pad_token_id=0,
-    )  # fmt: skip
-    batching = ContinuousBatchingConfig(
-        num_blocks=512, block_size=32, max_batch_tokens=2048, return_logprobs=True
-    )
-
-    def generate(prompts: np.ndarray) -> None:
-        found = model.generate_batch(
-            prompts.tolist(), generation_config=sampling, continuous_batching_config=batching,
-            progress_bar=False,
-        )  # fmt: skip
-        lengths = [len(output.generated_tokens) for output in found.values()]
-        assert lengths == [NEW_TOKENS] * len(prompts), f"no end token, no early end: {lengths}"
-
-    return generate
-
-
 def make(side: str, directory: Path, dtype: str) -> Generate:
     if side.startswith("vllm"):
         return vllm(directory, dtype, is_ours=side != "vllm")
-    if side == "transformers":
-        return continuous_batching(directory, dtype)
     return embedded(directory, dtype, is_under_contract=side == "embedded contract")
 
 

@@ -7,11 +7,11 @@
 2. One conversation of 128 turns: the number of encoded tokens, and of tokens in the last prompt.
 3. Memory: growth of the process per stored token.
 
-The load tool is wrk, with a script that keeps 64 dialogues going, if it is in PATH or WRK names it;
-else an asyncio client of aiohttp. The peer is the same load on a bare aiohttp server that reads the
-same JSON, waits the same time and answers with the same bytes: a lower bound for Python gateways.
+The load tool is wrk, with a script that keeps 64 dialogues going. Without wrk the load is left out.
+The peer is the same load on a bare aiohttp server that reads the same JSON, waits the same time and
+answers with the same bytes: a lower bound for Python gateways.
 
-    python benchmarks/gateway.py [--seconds N] [--latency-ms N] [--tool wrk|aiohttp]
+    python benchmarks/gateway.py [--seconds N] [--latency-ms N] [--wrk COMMAND]
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import asyncio
 import gc
 import itertools
 import json
-import os
 import shutil
 import subprocess
 import tempfile
@@ -32,7 +31,7 @@ from typing import Any
 from measuring import Row, Side, command_of, main, note, resident_bytes, row
 
 import numpy as np
-from aiohttp import ClientSession, TCPConnector, web
+from aiohttp import ClientSession, web
 
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.registry import SessionRegistry
@@ -214,46 +213,12 @@ def body_of(said: list[dict[str, str]]) -> bytes:
     return json.dumps({"model": MODEL, "tools": TOOLS, "messages": said}).encode()
 
 
-async def by_aiohttp(url: str, sessions: list[str], seconds: float) -> dict[str, float]:
-    times: list[float] = []
-    errors = 0
-    end = time.monotonic() + seconds
-    headers = {"Content-Type": "application/json"}
-    numbers = itertools.count()
-
-    async def agent(client: ClientSession, session: str) -> None:
-        nonlocal errors
-        await asyncio.sleep(SPREAD_SECONDS * sessions.index(session) / len(sessions))
-        said: list[dict[str, str]] = []
-        place = f"{url}/s/{session}/v1/chat/completions"
-        while time.monotonic() < end:
-            if len(said) >= 2 * NUM_TURNS or not said:
-                said = [{"role": "system", "content": SYSTEM}]
-            said.append({"role": "user", "content": f"{next(numbers)}: {WORDS}"})
-            body = body_of(said)
-            began = time.perf_counter()
-            async with client.post(place, data=body, headers=headers) as response:
-                await response.read()
-            times.append(time.perf_counter() - began)
-            errors += response.status != 200
-            said.append({"role": "assistant", "content": REPLY})
-
-    async with ClientSession(connector=TCPConnector(limit=0)) as client:
-        await asyncio.gather(*(agent(client, session) for session in sessions))
-    return {
-        "median_ms": float(np.percentile(times, 50)) * 1e3,
-        "p99_ms": float(np.percentile(times, 99)) * 1e3,
-        "requests": len(times),
-        "errors": errors,
-    }
-
-
 async def new_session(client: ClientSession, url: str) -> dict[str, Any]:
     async with client.post(f"{url}/sessions") as response:
         return await response.json()
 
 
-def load(kind: str, *, tool: str, seconds: float, latency: float) -> dict[str, float]:
+def load(kind: str, wrk: str, *, seconds: float, latency: float) -> dict[str, float]:
     """A server in a process of its own under the load; the engine's time is taken off."""
     with Side(command_of(serve, kind, latency)) as server:
         url = server.first["url"]
@@ -264,10 +229,7 @@ def load(kind: str, *, tool: str, seconds: float, latency: float) -> dict[str, f
 
         sessions = asyncio.run(made())
         before = server.cpu_seconds()  # of its start
-        if tool == "aiohttp":
-            found = asyncio.run(by_aiohttp(url, sessions, seconds))
-        else:
-            found = by_wrk(tool, url, sessions, seconds)
+        found = by_wrk(wrk, url, sessions, seconds)
         found["cpu_ms"] = 1e3 * (server.cpu_seconds() - before) / found["requests"]
     if found["errors"]:
         raise SystemExit(f"{kind}: {found['errors']} of {found['requests']} requests failed.")
@@ -332,15 +294,17 @@ async def converse(num_conversations: int) -> dict[str, float]:
 
 
 def compare(
-    *, seconds: float = 20.0, latency_ms: float = 500.0, tool: str = "", conversations: int = 16
+    *, seconds: float = 20.0, latency_ms: float = 500.0, wrk: str = "wrk", conversations: int = 16
 ) -> Iterator[Row]:
-    tool = tool or os.environ.get("WRK") or shutil.which("wrk") or "aiohttp"
-    note(f"load by {tool}: {NUM_AGENTS} agents, {seconds:g} s, the engine takes {latency_ms:g} ms")
-    ours, peer = (
-        load(kind, tool=tool, seconds=seconds, latency=latency_ms / 1e3)
-        for kind in ("ours", "bare")
-    )
-    yield row("gateway", ours["median_ms"], peer["median_ms"], "ms", how=f"{HOW}; {tool}")
+    """wrk: its command."""
+    if shutil.which(wrk):
+        note(f"load of {NUM_AGENTS} agents, {seconds:g} s, the engine takes {latency_ms:g} ms")
+        ours, peer = (
+            load(kind, wrk, seconds=seconds, latency=latency_ms / 1e3) for kind in ("ours", "bare")
+        )
+        yield row("gateway", ours["median_ms"], peer["median_ms"], "ms", how=HOW)
+    else:
+        note(f"the load is left out: no {wrk} in PATH")
     talk = asyncio.run(converse(conversations))
     note(
         f"{LONG_TURNS} turns: {talk['encoded_tokens']:.0f} tokens encoded "

@@ -1,4 +1,4 @@
-"""Peak memory and CPU time of loading and saving a checkpoint, against `transformers`.
+"""Peak memory and CPU time of loading a checkpoint, against `transformers`.
 
 Random models of about 400 MB in shards of about 100 MB. Each figure is of a fresh process: the
 kernel's high-water mark of its resident memory (VmHWM, pages of mapped files included) above the
@@ -80,18 +80,15 @@ def make(place: str, name: str, num_bytes: int) -> None:
 
 
 def measure(side: str, place: str, name: str) -> dict[str, float]:
-    """Loads, then saves: multiples of the model, and seconds. Runs in a process of its own."""
+    """Peak memory of loading as a multiple of the model, and seconds. Runs in its own process."""
     import torch
 
     directory, (_, dtype, is_packed) = Path(place) / "it", CASES[name]
     if side == "ours":
-        from lockstep.models.hf_io import load_checkpoint, save_checkpoint
+        from lockstep.models.hf_io import load_checkpoint
 
         def load() -> Any:
             return load_checkpoint(directory, dtype=getattr(torch, dtype))
-
-        def save(model: Any) -> None:
-            save_checkpoint(model, directory.with_name("ours"), like=directory)
     else:
         import transformers
         from transformers import AutoModelForCausalLM
@@ -105,11 +102,7 @@ def measure(side: str, place: str, name: str) -> dict[str, float]:
                 directory, dtype=getattr(torch, dtype), **settings
             )
 
-        def save(model: Any) -> None:
-            model.save_pretrained(directory.with_name("theirs"), max_shard_size="100MB")
-
     torch.ones(64, 64) @ torch.ones(64, 64)  # what torch itself sets up once
-    out: dict[str, float] = {}
     model = None
 
     def load_whole() -> None:
@@ -118,11 +111,9 @@ def measure(side: str, place: str, name: str) -> dict[str, float]:
         for parameter in model.parameters():  # pages of a mapped file come when they are read
             parameter.detach().view(-1)[:: 4096 // parameter.itemsize].sum()
 
-    for work, run in (("load", load_whole), ("save", lambda: save(model))):
-        out[f"{work}_seconds"], out[work] = used_by(run)
+    seconds, peak = used_by(load_whole)
     assert model is not None
-    size = sum(p.nbytes for p in model.parameters()) / MIB
-    return out | {"load": out["load"] / size, "save": out["save"] / size}
+    return {"seconds": seconds, "load": peak * MIB / sum(p.nbytes for p in model.parameters())}
 
 
 def compare(*, megabytes: int = 400, only: tuple[str, ...] = tuple(CASES)) -> Iterator[Row]:
@@ -134,11 +125,8 @@ def compare(*, megabytes: int = 400, only: tuple[str, ...] = tuple(CASES)) -> It
             quiet = {"TQDM_DISABLE": "1"}
             found = [alone(measure, side, scratch, name, environment=quiet) for side in SIDES]
         for side, figures in zip(SIDES, found, strict=True):
-            note(
-                f"{name}, {side}: load {figures['load']:.2f} of the model in "
-                f"{figures['load_seconds']:.1f} CPU s, save +{figures['save']:.2f} in "
-                f"{figures['save_seconds']:.1f}"
-            )
+            seconds = figures["seconds"]
+            note(f"{name}, {side}: {figures['load']:.2f} of the model in {seconds:.1f} CPU s")
         ours, peer = (figures["load"] for figures in found)
         yield row(f"load_checkpoint, {name}", ours, peer, "x the model", how=how)
 

@@ -2,99 +2,69 @@
 
 T hidden states of width 1024 and a head of V ids, float32, one thread; a gradient by the log-probs
 alone. Ours gives the entropy too. Peers: log_softmax and gather of all logits ("naive"); TRL's
-selective_log_softmax, whose code for a CPU is read out of its file; verl's FusedLinearForPPO. A
-peer that is not installed is left out, with the reason.
+selective_log_softmax; verl's FusedLinearForPPO. A peer that is not installed is left out.
 
 Seconds are processor time, MiB the peak above the memory before, gradients included: see
 sink_attention.py. The weight's gradient alone takes 4 x 1024 x V bytes.
 
-    python benchmarks/log_prob_head.py [--tokens T] [--vocab V] [--rounds N] [--trl DIR]
+    python benchmarks/log_prob_head.py [--tokens T] [--vocab V] [--rounds N]
 """
 
 from __future__ import annotations
 
-import ast
 import importlib.util
+import runpy
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-from measuring import Row, alone, best, in_turn, main, note, require_proc, row, usage
+from measuring import TRAINERS, Row, alone, best, in_turn, main, note, require_proc, row, usage
 
 import torch
-import torch.nn.functional as F
 
 from lockstep.ops.base import Ops
 
 Tensor = torch.Tensor
 WIDTH = 1024
-PEERS = ("naive", "trl", "verl")
 
 
 def naive(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     return torch.log_softmax(hidden @ weight.t(), -1).gather(1, ids[:, None])[:, 0]
 
 
-def load_trl(directory: str) -> Callable[..., Tensor]:
-    """`selective_log_softmax` of trl/trainer/utils.py, unchanged, without that file's imports: on a
-    CPU without Triton it needs none. LookupError gives the reason if it cannot be read."""
-    spec = None if directory else importlib.util.find_spec("trl")
-    root = Path(directory) / "trl" if directory else Path(str(spec.origin)).parent if spec else None
-    path = root / "trainer" / "utils.py" if root else None
-    if path is None or not path.exists():
-        raise LookupError("trl is not installed; --trl DIR names a directory with its package")
-    tree = ast.parse(path.read_text())
-    wanted = [n for n in tree.body if getattr(n, "name", "") == "selective_log_softmax"]
-    if not wanted:
-        raise LookupError(f"{path} has no selective_log_softmax")
-    names: dict[str, Any] = {"torch": torch, "F": F, "is_triton_available": lambda: False}
-    exec(compile(ast.Module(wanted, []), str(path), "exec"), names)
-    function = names["selective_log_softmax"]
-    return lambda hidden, weight, ids: function(hidden @ weight.t(), ids)
+def by_trl() -> Callable[..., Tensor]:
+    sys.path.append(str(TRAINERS))
+    from trl.trainer.utils import selective_log_softmax
+
+    return lambda hidden, weight, ids: selective_log_softmax(hidden @ weight.t(), ids)
 
 
-def load_verl() -> Callable[..., Tensor]:
-    """LookupError gives the reason. The file is loaded alone: the package brings Ray with it."""
+def by_verl() -> Callable[..., Tensor]:
+    """The file is run alone: the package brings Ray with it."""
     spec = importlib.util.find_spec("verl")
-    if spec is None or not spec.submodule_search_locations:
-        raise LookupError("verl is not installed (pip install --no-deps verl)")
-    path = Path(spec.submodule_search_locations[0])
-    path = path / "utils" / "experimental" / "torch_functional.py"
-    found = importlib.util.spec_from_file_location("verl_torch_functional", path)
-    if found is None or found.loader is None or not path.exists():
-        raise LookupError(f"{path} does not exist")
-    module: ModuleType = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    fused = module.FusedLinearForPPO()
-
-    def run(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-        return fused(hidden[None], weight, ids[None])[0][0]
-
-    return run
+    if spec is None or spec.origin is None:
+        raise ImportError("verl is not installed (pip install --no-deps verl)")
+    path = Path(spec.origin).parent / "utils" / "experimental" / "torch_functional.py"
+    fused = runpy.run_path(str(path))["FusedLinearForPPO"]()
+    return lambda hidden, weight, ids: fused(hidden[None], weight, ids[None])[0][0]
 
 
-def function_of(side: str, trl: str) -> Callable[..., Tensor]:
-    if side == "trl":
-        return load_trl(trl)
-    if side == "verl":
-        return load_verl()
-    if side == "naive":
-        return naive
-
-    def run(hidden: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
-        return Ops().log_probs(hidden, weight, ids)[0]
-
-    return run
+SIDES: dict[str, Callable[[], Callable[..., Tensor]]] = {
+    "ours": lambda: lambda hidden, weight, ids: Ops().log_probs(hidden, weight, ids)[0],
+    "naive": lambda: naive,
+    "trl": by_trl,
+    "verl": by_verl,
+}
+"""Side -> what makes its function of [T, D] hidden states, a [V, D] head and [T] ids."""
 
 
-def measure(side: str, num_tokens: int, vocab_size: int, trl: str) -> dict[str, float]:
+def measure(side: str, num_tokens: int, vocab_size: int) -> dict[str, float]:
     """One pass after a small one. Runs in a process of its own."""
     torch.set_num_threads(1)
     g = torch.Generator().manual_seed(0)
     upstream = torch.randn(num_tokens, generator=g)
-    function = function_of(side, trl)
+    function = SIDES[side]()
 
     def once(num_tokens: int, vocab_size: int) -> dict[str, float]:
         hidden = torch.randn(num_tokens, WIDTH, generator=g).requires_grad_()
@@ -118,10 +88,10 @@ def measure(side: str, num_tokens: int, vocab_size: int, trl: str) -> dict[str, 
     return once(num_tokens, vocab_size)
 
 
-def available(side: str, trl: str) -> bool:
+def is_installed(side: str) -> bool:
     try:
-        function_of(side, trl)
-    except (LookupError, ImportError) as error:
+        SIDES[side]()
+    except ImportError as error:
         note(f"{side}: left out, {error}")
         return False
     return True
@@ -132,15 +102,14 @@ def compare(
     tokens: int = 4096,
     vocab: int = 131072,
     rounds: int = 1,
-    only: tuple[str, ...] = PEERS,
-    trl: str = "",
+    only: tuple[str, ...] = ("naive", "trl", "verl"),
 ) -> Iterator[Row]:
-    """only: the peers. trl: directory of an unpacked wheel of TRL."""
+    """only: the peers."""
     require_proc()
     sides = {
-        side: partial(alone, measure, side, tokens, vocab, trl)
+        side: partial(alone, measure, side, tokens, vocab)
         for side in ("ours", *only)
-        if available(side, trl)
+        if is_installed(side)
     }
     found = {side: best(runs) for side, runs in in_turn(rounds, sides).items()}
     for side, figures in found.items():

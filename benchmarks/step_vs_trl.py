@@ -35,6 +35,7 @@ from typing import Any
 
 from measuring import (
     ROOT,
+    TRAINERS,
     CannotRun,
     Row,
     Side,
@@ -48,8 +49,6 @@ from measuring import (
 )
 
 PEER = ROOT / "benchmarks" / "peers" / "trl_grpo.py"
-TRAINERS = ROOT / "build" / "trainers"
-"""TRL, as `make test-trainers` installs it."""
 MODELS = ("tiny-gpt-oss", "tiny-qwen3")
 """Models of the recipe quickstart. Every other one is trained on SUMS."""
 SUMS = (

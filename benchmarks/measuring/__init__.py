@@ -38,6 +38,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 T = TypeVar("T")
 Row = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[2]
+TRAINERS = ROOT / "build" / "trainers"
+"""TRL, as `make test-trainers` installs it."""
 CLEAR_REFS = Path("/proc/self/clear_refs")
 MIB = 2**20
 CANNOT_RUN = 3

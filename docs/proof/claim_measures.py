@@ -41,7 +41,7 @@ from lockstep.types import Trajectory
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests")]
 MODELS = ("tiny-gpt-oss", "tiny-qwen3")
 SEEDS = range(5)
 Figures = dict[str, float]
@@ -227,6 +227,8 @@ def beside_an_idle_engine() -> Figures:
 def sinks_formula() -> Figures:
     """Largest difference, in float64, of our attention with sinks and its gradients from the
     formula of the article: a softmax over the scores and the sink, whose column is dropped."""
+    from attention_formula import reference_attention
+
     g = torch.Generator().manual_seed(0)
     tokens, heads, width = 24, 4, 8
     q, k, v = (torch.randn(tokens, heads, width, generator=g, dtype=torch.float64) for _ in "qkv")
@@ -235,12 +237,9 @@ def sinks_formula() -> Figures:
     scale = width**-0.5
 
     def formula(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        is_later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(is_later, float("-inf"))
-        column = sinks[:, None, None].expand(heads, tokens, 1)
-        probs = torch.cat([scores, column], -1).softmax(-1)[..., :-1]
-        return torch.einsum("hqk,khd->qhd", probs, v)
+        return reference_attention(
+            q, k, v, sinks_H=sinks, window=None, scale=scale, lengths=[tokens]
+        )
 
     def ours(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         spec = AttentionSpec(sinks=sinks, window=None, scale=scale)

@@ -44,21 +44,6 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "claims.json"
 CLAIMS = HERE / "claims.toml"
 
-DOCUMENTS = {
-    "tinker": "*KL divergence during RL training*, a report on multi-turn training of gpt-oss "
-    "with Tinker, and its follow-up on outliers, 2026",
-    "slime": "*Speed and stability: the whole stack against the mismatch of training and "
-    "inference, with slime*, 2025 (in Chinese)",
-    "retrospective": "*Unlocking Agentic RL Training for GPT-OSS: a Practical Retrospective*, "
-    "LinkedIn, 2026",
-    "kwaikat": "*Reducing Sampling Noise to Improve Stability of MoE Reinforcement Learning*, "
-    "KwaiKAT team, 2025 (in Chinese)",
-    "tokens": "*The asymmetry of a tokenizer's encoding and decoding: from an RL run that "
-    "collapses to token in, token out in the agent loop*, on a talk about verl, 2025 (in Chinese)",
-    "newer": "*Diagnosing Training Inference Mismatch in LLM Reinforcement Learning*, "
-    "arXiv 2605.14220, 2026",
-}
-
 CONFIDENCE = 0.95
 ENOUGH_SEEDS = 5
 SMALL_REWARD = 0.1  # five times the spread by chance of a mean of ten steps, 0.02

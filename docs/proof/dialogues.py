@@ -6,8 +6,8 @@
 
 Each row plays 10,000 random dialogues through the agent loop (`tests/random_dialogues.py`), which
 raises at the first one that breaks an invariant. Each tokenizer encodes 10,000 texts that spell its
-control tokens, and is compared with the tokenizers library on texts that spell none: ids and speed.
-The figures are written to dialogues.json beside this file, rows that were not run as they stand.
+control tokens. The figures are written to dialogues.json beside this file, rows that were not run
+as they stand.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ from random_dialogues import check_dialogues, hostile_text  # noqa: E402
 from real_tokenizers import (  # noqa: E402  fetched once, checked by their hashes
     NAMES,
     o200k_harmony,
-    shipped_tokenizer_of,
     tokenizer_of,
 )
-from test_tokenizer_parity import random_text  # noqa: E402
 
 from lockstep.renderers.config import (  # noqa: E402
     ChatMLConfig,
@@ -110,29 +108,6 @@ def is_kept(text: str, found: bytes) -> bool:
     return found in [form.encode() for form in forms]
 
 
-def compare(name: str, count: int) -> dict[str, Any]:
-    """Our ids beside the tokenizers library's, and the speed of both on one thread."""
-    ours, shipped = tokenizer_of(name), shipped_tokenizer_of(name)
-    generator = random.Random(1)
-    texts = [random_text(generator) * 4 for _ in range(count)]
-    clock: dict[str, float] = {}
-    ids: dict[str, list[list[int]]] = {}
-    for side, encode in (
-        ("ours", ours.encode),
-        ("shipped", lambda text: shipped.encode(text, add_special_tokens=False).ids),
-    ):
-        started = time.process_time()
-        ids[side] = [encode(text) for text in texts]
-        clock[side] = time.process_time() - started
-    num_tokens = sum(map(len, ids["ours"]))
-    return {
-        "texts": count,
-        "tokens": num_tokens,
-        "texts_with_other_ids": sum(a != b for a, b in zip(*ids.values(), strict=True)),
-        "tokens_per_cpu_second": {side: round(num_tokens / clock[side]) for side in clock},
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("words", nargs="*")
@@ -143,13 +118,12 @@ def main() -> None:
     def is_asked(name: str) -> bool:
         return not asked.words or any(word in name for word in asked.words)
 
-    out: dict[str, Any] = {"dialogues": {}, "injections": {}, "tokenizers": {}}
+    out: dict[str, Any] = {"dialogues": {}, "injections": {}}
     if RESULTS.is_file() and asked.words:
         out |= json.loads(RESULTS.read_text())
     jobs: list[tuple[str, str, Callable[..., dict[str, Any]], Any]] = [
         *(("dialogues", name, play, row) for name, row in ROWS.items() if is_asked(name)),
         *(("injections", name, inject, name) for name in TOKENIZERS if is_asked(name)),
-        *(("tokenizers", name, compare, name) for name in NAMES if is_asked(name)),
     ]
     with ProcessPoolExecutor(asked.processes) as pool:
         results = {
@@ -160,7 +134,7 @@ def main() -> None:
             part, name = results[done]
             out[part][name] = done.result()
             print(f"{part}, {name}:", json.dumps(out[part][name]), flush=True)
-    for part in ("dialogues", "injections", "tokenizers"):
+    for part in ("dialogues", "injections"):
         order = [name for kind, name, *_ in jobs if kind == part]
         out[part] = dict(sorted(out[part].items(), key=lambda row: (*order, row[0]).index(row[0])))
     out["words_of_last_call"] = sys.argv[1:]  # other rows stand as an earlier call left them

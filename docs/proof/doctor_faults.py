@@ -11,21 +11,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lockstep.agent.tasks import derive_seed
 from lockstep.config import at_least, tag
 from lockstep.doctor.scoring.prompts import opening_of
 from lockstep.errors import ConfigError
+from lockstep.models.adapter_rows import AdapterRows
 from lockstep.models.attention import Attention
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
-from lockstep.models.layer_inputs import LayerInputs
+from lockstep.models.layer_inputs import LayerInputs, Routing
 from lockstep.models.variants import sharing, with_attention, with_config
+from lockstep.ops.base import Context
 from lockstep.ops.context import PackedContext
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.pieces import first_difference
@@ -192,7 +193,8 @@ class WrongBoundary(_EditFault):
     def _subtracted(self, row: Sample) -> Sample:
         """All log-probs are laid from the computed end of the prompt on in order, and every token
         with one is trained."""
-        cut, length = turns(row)[-1][0], length_by_subtraction(row)
+        cut = turns(row)[-1][0]
+        length = cut - int((row.columns["turn"] >= 0).sum())
         values = row.columns["rollout_logprobs"][row.columns["turn"] >= 0]
         begin = max(length, 1)
         out = taken(row, np.arange(cut))
@@ -206,11 +208,6 @@ class WrongBoundary(_EditFault):
         out.set("turn", np.where(is_reply, 0, -1).astype(np.int32))
         out.loss_mask[:] = is_reply
         return with_logprobs(out, laid)
-
-
-def length_by_subtraction(row: Sample) -> int:
-    """The prompt's length as the row without its last reply, minus all replies."""
-    return turns(row)[-1][0] - int((row.columns["turn"] >= 0).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -426,55 +423,6 @@ class QuantisedLogprobs(_ValueFault):
         return (rounded & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _RatioFault(_ValueFault):
-    """Base of faults whose log-probs are of another distribution than the one at hand."""
-
-    std: Annotated[float, at_least(0)] = 0.5
-    """Standard deviation of the log ratio of the two at an unlikely token."""
-
-    def log_ratios(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.float64]:
-        """[trained tokens] log of a ratio with the mean 1 under the one that drew the tokens: that
-        of a normalised distribution to it. The same token after the same ids has the same one;
-        a certain token has none."""
-        keys: list[int] = []
-        key = self.seed
-        for of_token in row.token_ids.tolist():
-            key = derive_seed(key, of_token)
-            keys.append(key)
-        kept = np.flatnonzero(row.loss_mask).tolist()
-        normal = np.array([np.random.default_rng(keys[at]).normal() for at in kept])
-        std = self.std * -np.expm1(np.minimum(logprobs.astype(np.float64), 0.0))
-        return std * normal - std**2 / 2
-
-    @staticmethod
-    def bounded(new: npt.NDArray[np.float64], logprobs: Float32Array) -> npt.NDArray[np.floating]:
-        """`new` below 0: at most a quarter of `logprobs`, for 0.0 would be a filler."""
-        return np.minimum(new, logprobs / 4)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftLogprobs(_RatioFault):
-    """The recorded log-probs are of a distribution that did not draw the tokens: a draft model's,
-    or another head's."""
-
-    def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:
-        return self.bounded(logprobs + self.log_ratios(logprobs, row), logprobs)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LateVersion(_RatioFault):
-    """Other weights sampled the first part of each row, up to a token in its middle, and all of it
-    has the version of its end: the engine took new weights during the episode, and the version is
-    stamped when it is done."""
-
-    def written(self, logprobs: Float32Array, row: Sample) -> npt.NDArray[np.floating]:
-        rng = np.random.default_rng(derive_seed(self.seed, "switch", row.id))
-        is_first = np.arange(len(logprobs)) < len(logprobs) * rng.uniform(0.3, 0.7)
-        other = self.bounded(logprobs - self.log_ratios(logprobs, row), logprobs)
-        return np.where(is_first, other, logprobs)
-
-
 # -- editing a row ---------------------------------------------------------------------------------
 
 
@@ -631,12 +579,24 @@ class RearrangingDecoder(Decoder):
         super().__init__(config)
         self._arrange = arrange
 
-    def forward(self, ids_T: Tensor, positions_T: Tensor, context: Any, *inputs: Any) -> Tensor:
+    def forward(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        context: Context,
+        routing: Routing | None = None,
+        adapters: AdapterRows | None = None,
+    ) -> Tensor:
         if not isinstance(context, PackedContext):
-            return super().forward(ids_T, positions_T, context, *inputs)
+            return super().forward(ids_T, positions_T, context, routing, adapters)
         ids, positions, context, index_T = self._arrange(ids_T, positions_T, context)
-        out = super().forward(ids, positions, context, *inputs)
-        return out if index_T is None else out.index_select(0, index_T)
+        out = super().forward(ids, positions, context, routing, adapters)
+        if index_T is None:
+            return out
+        if routing is not None:
+            chosen = routing.chosen.items()
+            routing.chosen = {layer: x_TA.index_select(0, index_T) for layer, x_TA in chosen}
+        return out.index_select(0, index_T)
 
 
 def without_positions(ids_T: Tensor, positions_T: Tensor, context: PackedContext) -> Arranged:

@@ -22,7 +22,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -56,16 +56,12 @@ def quickstart() -> dict[str, Any]:
 
 def describe_run(path: Path) -> dict[str, Any]:
     rows = rows_of(path)
-    environment = json.loads((path / "environment.json").read_text())
     steps = [r for r in rows if "reward/mean" in r]
     tests = [r for r in rows if "eval/sampled/mean@1" in r]
     rewards = [r["reward/mean"] for r in steps]
     first, last = tests[0], tests[-1]
     return {
-        "contract": environment["contract"],
-        "steps": len(steps),
         "reward_step_0": round(rewards[0], 3),
-        "reward_first_10": round(mean(rewards[:10]), 3),
         "reward_last_10": round(mean(rewards[-10:]), 3),
         "held_out_sampled": [round(t["eval/sampled/mean@1"], 3) for t in (first, last)],
         "held_out_greedy": [round(t["eval/greedy/mean@1"], 3) for t in (first, last)],
@@ -73,13 +69,10 @@ def describe_run(path: Path) -> dict[str, Any]:
             round(t["eval/sampled/correctness/2-hop"], 3) for t in (first, last)
         ],
         "training_seconds": round(steps[-1]["time/elapsed_seconds"], 1),
-        "step_seconds_median": round(median(r["time/step_seconds"] for r in steps), 3),
         "k3_worst": max(r["mismatch/k3"] for r in steps),
         "max_abs_diff_worst": max(r["mismatch/max_abs_diff"] for r in steps),
-        "steps_with_outlier_tokens": sum(r["mismatch/outlier_tokens"] > 0 for r in steps),
         "unequal_tokens": int(sum(r["mismatch/unequal_tokens"] for r in steps)),
         "compared_tokens": int(sum(r["mismatch/compared_tokens"] for r in steps)),
-        "skipped_updates": int(sum(r["train/skipped_updates"] for r in steps)),
     }
 
 
@@ -221,20 +214,8 @@ def totals(arms: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {name: sum(arm[name] for arm in proofs) for name in names} | {"arms": arms}
 
 
-def benchmarks() -> dict[str, Any]:
-    """Every benchmark that can run here, in turn with its peer."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "run_all.py"), "--full", "--json"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    print(done.stdout, flush=True)
-    return {
-        "commands": ["python benchmarks/run_all.py --full --json"],
-        "figures": json.loads(done.stdout.splitlines()[-1]),
-    }
-
-
 PARTS = {
     "equality": equality, "families": families, "quickstart": quickstart, "models": models,
-    "benchmarks": benchmarks,
 }  # fmt: skip
 
 

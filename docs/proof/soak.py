@@ -854,22 +854,14 @@ def main() -> int:
     parser.add_argument("--hook", action="append", help=", ".join(every))
     parser.add_argument("--only", action="append", default=[], help="a misbehaviour by name")
     parser.add_argument("--kills", type=int, default=100, help="runs that are killed; default: 100")
-    parser.add_argument("--again", action="store_true", help="repeat what had a problem last time")
     parser.add_argument("--out", type=Path, help="folder of the runs; default: a temporary one")
     options = parser.parse_args()
     folder = options.out or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     hooks = options.hook or every
     cases = list(cases_of(hooks, tuple(options.only), options.kills, folder))
-    num_bad, started, minutes = 0, time.monotonic(), 0.0
+    num_bad, started = 0, time.monotonic()
     found: dict[str, list[str]] = {}
-    place = Path(__file__).with_suffix(".json")
-    if options.again:
-        last = json.loads(place.read_text())
-        found, minutes = last["problems"], last["minutes"]
-        cases = [case for case in cases if found.get(case[0], ["new"])]
-        if all(name != "server" for name, _ in cases):
-            SERVED.extend(last["figures"])
 
     def timed(case: Case) -> tuple[str, float, list[str]]:
         name, check = case
@@ -889,7 +881,7 @@ def main() -> int:
     if options.hook is None and options.kills == 100:
         from run import save, stamp
 
-        minutes = round(minutes + (time.monotonic() - started) / 60, 1)
+        minutes = round((time.monotonic() - started) / 60, 1)
         result = {"minutes": minutes, "figures": SERVED, "problems": found}
         save("soak", stamp("python docs/proof/soak.py") | result)
     return int(num_bad > 0)

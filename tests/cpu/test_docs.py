@@ -29,7 +29,7 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
@@ -664,31 +664,42 @@ def pretrained_noise() -> str:
 
 
 def causes_table() -> str:
-    sys.path.insert(0, str(ROOT / "docs" / "proof"))
-    from doctor import CASES
-
-    from lockstep.config import tag, to_dict
     from lockstep.doctor.causes import CAUSES
 
-    def injected(fault: Any) -> str:
-        """The option that injects the fault; empty for faults that only dumps have."""
-        if (kind := type(fault)).__module__ == "faulty_dumps":
-            kind = kind.__mro__[1]
-        if kind.__name__ in ("RowFault", "_ValueFault"):
-            return ""
-        default = {f.name: f.default for f in fields(kind) if f.name != "share"}
-        changed = {k: v for k, v in to_dict(fault).items() if v != default.get(k, v)}
-        words = [f"{k}={json.dumps(v)}".replace('"', "") for k, v in changed.items()]
-        return f"`--fault {','.join([tag(kind), *words])}`"
-
-    faults = {case.cause: injected(case.fault) for case in CASES[1::3]}  # the second strength
+    faults = tomllib.loads((PROOFS / "doctor.toml").read_text())
     rows = []
     for cause in CAUSES.values():
         name = f"`{cause.name}`"
         if cause.equivalents != cause.name:
             name += f" (class `{cause.equivalents}`)"
-        rows.append((name, cause.title, cause.remedy, faults.get(cause.name, "")))
+        strengths = [f"`--fault {fault}`" for fault in faults.get(cause.name, ())] or [""]
+        fault = re.sub(r",share=[\d.]+", "", strengths[len(strengths) // 2])
+        rows.append((name, cause.title, cause.remedy, fault))
     return table(("cause", "what is wrong", "what to do", "inject it"), rows)
+
+
+def doctor_runs_table() -> str:
+    """What `python docs/proof/doctor.py` found: a line for each cause."""
+    found: dict[str, list[Any]] = {}
+    for run in proved("doctor")["runs"]:
+        found.setdefault(run["cause"], []).append(run)
+    rows = []
+    for cause, runs in found.items():
+        gaps = " .. ".join(f"{runs[at]['k2']:.1e}" for at in (0, -1))
+        others = [
+            f"`{run['named'][0]}`" if run["named"] else "none"
+            for run in runs
+            if not run["is_right"]
+        ]
+        rows.append(
+            (
+                f"`{cause}`",
+                gaps,
+                f"{sum(r['is_right'] for r in runs)} of {len(runs)}",
+                ", ".join(dict.fromkeys(others)),
+            )
+        )
+    return table(("injected", "k2", "right", "otherwise named first"), rows)
 
 
 def doctor_formats_table() -> str:
@@ -744,6 +755,7 @@ TABLES = {
         for name in ("tinker", "slime", "retrospective", "kwaikat", "tokens", "newer")
     },
     "causes": causes_table,
+    "doctor-runs": doctor_runs_table,
     "doctor-wild": doctor_wild_table,
     "methods": methods_table,
     "fallbacks": fallbacks_table,

@@ -29,17 +29,13 @@ from lockstep.testing.faults.rows import (
     ShiftedLogprobs,
 )
 from lockstep.testing.faults.sides import (
-    IgnoredSinks,
     KernelNoise,
-    QuantisedRollout,
-    StaleWeights,
 )
 from lockstep.types import UNKNOWN_EXPERT, Ragged, Sample, frozen_ids
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "proof"))
 
-from doctor_faults import DraftLogprobs, LateAdvantages, LateVersion
-from faulty_dumps import ZeroRoutes, faulty_rows
+from doctor_faults import LateAdvantages
 
 TOKENIZER = Tokenizer.from_file(locate_model("tiny-qwen3"))
 RENDERER = ChatMLRenderer(TOKENIZER, ChatMLConfig(has_empty_thinking=False))
@@ -133,17 +129,6 @@ def test_faults_of_different_parts_go_together():
     settings, faults = split_faults(together)
     with injected(*faults):
         preflight(resolve(find_recipe("quickstart"), settings))
-
-
-def test_a_dump_has_one_fault_of_each_sides_decoder():
-    for side, faults in {
-        "sampler": [KernelNoise(std=0.1), QuantisedRollout()],
-        "trainer": [IgnoredSinks(), StaleWeights()],
-    }.items():
-        with pytest.raises(
-            ConfigError, match=rf" and .* each replace the {side}'s decoder: choose"
-        ):
-            faulty_rows(None, *faults)
 
 
 def test_noise_grows_with_the_policy_version_alone():
@@ -339,15 +324,6 @@ def test_a_turn_that_finds_its_prefix_gone_loses_the_routes_before_it():
     assert any(each is row for each in some)
 
 
-@pytest.mark.parametrize(("part", "num_zeros"), [("all", 40), ("prefix", 32), ("layer", 20)])
-def test_routes_that_were_never_written_are_zeros(part, num_zeros):
-    row = routed_row()
-    zeroed = ZeroRoutes(part=part).changed(row, RENDERER)
-    assert (zeroed.columns["routed_experts"] == 0).sum() == num_zeros
-    assert (row.columns["routed_experts"] == 1).all()
-    assert (zeroed.columns["turn"] == row.columns["turn"]).all()
-
-
 # -- advantages and log-probs ----------------------------------------------------------------------
 
 
@@ -358,32 +334,3 @@ def test_advantages_move_alone(by, expected):
     assert moved.columns["advantages"].tolist() == expected
     before, after = bits(row)[-1], bits(moved)[-1]
     assert {name for name in before if before[name] != after[name]} == {"advantages"}
-
-
-LONG = row_of(([1, 2, 3], -1), (list(range(4, 64)), 0), ([64], -1), (list(range(65, 105)), 1))
-LONG.columns["rollout_logprobs"][LONG.loss_mask] = -1.0 - np.arange(100, dtype=np.float32) % 3
-
-
-@pytest.mark.parametrize("fault", [DraftLogprobs(std=1.0), LateVersion(std=1.0)])
-def test_the_same_ids_get_the_same_log_probs_of_another_distribution(fault):
-    one, other = fault.changed(LONG, RENDERER), fault.changed(LONG, RENDERER)
-    assert bits(one) == bits(other)
-    before, after = bits(LONG)[-1], bits(one)[-1]
-    assert {name for name in before if before[name] != after[name]} == {"rollout_logprobs"}
-    assert (one.columns["rollout_logprobs"][LONG.loss_mask] < 0).all()
-
-
-def test_a_late_version_changes_the_first_part_of_a_row_alone():
-    values = LateVersion(std=1.0).changed(LONG, RENDERER).columns["rollout_logprobs"]
-    is_changed = (values != LONG.columns["rollout_logprobs"])[LONG.loss_mask]
-    first = int(np.argmin(is_changed))
-    assert 30 <= first <= 70 and not is_changed[first:].any()
-
-
-def test_a_draft_is_a_distribution_of_its_own():
-    """The mean ratio to the one that drew the tokens is 1, over tokens of many rows."""
-    ratios = [
-        np.exp(DraftLogprobs(std=1.0, seed=seed).log_ratios(np.full(100, -3.0, np.float32), LONG))
-        for seed in range(60)
-    ]
-    assert np.mean(ratios) == pytest.approx(1.0, abs=5 * 1.3 / 6000**0.5)

@@ -38,6 +38,7 @@ def run_with(tmp_path, *words):
     [
         (("--fault=ignored_window",), 0),
         (("--fault=active_dropout",), 0),
+        (("--fault=padding_attended",), 0),
         (("--fault=processed_logprobs,temperature=0.5",), 0),
         (("--fault=processed_logprobs,top_p=0.8",), 0),
         (("--fault=unmerged_adapter", "lora.rank=4"), 1),

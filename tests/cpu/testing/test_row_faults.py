@@ -31,7 +31,6 @@ from doctor_faults import (
     TrainedObservations,
     WrongBoundary,
 )
-from faulty_dumps import NonfiniteLogprobs, ProbabilitiesAsLogprobs, prompt_length
 
 USER = Message(role="user", content="What is the city of Ruth?")
 TOOL = Message(role="tool", name="search", content="The city of Ruth is Lima, they say.")
@@ -162,23 +161,20 @@ def test_trained_observations_were_still_not_sampled(renderer):
 def test_a_border_moves_the_mask_of_the_first_turn():
     row = episode(CHATML)
     first = int(np.flatnonzero(row.loss_mask)[0])
-    early, late = WrongBoundary(by=-2), WrongBoundary(by=3)
-    out = change(early, row)
-    assert np.flatnonzero(out.loss_mask)[0] == first - 2 == prompt_length(early, out, row)
-    out = change(late, row)
-    assert np.flatnonzero(out.loss_mask)[0] == first + 3 == prompt_length(late, out, row)
+    out = change(WrongBoundary(by=-2), row)
+    assert np.flatnonzero(out.loss_mask)[0] == first - 2
+    out = change(WrongBoundary(by=3), row)
+    assert np.flatnonzero(out.loss_mask)[0] == first + 3
     assert logprobs_of(out).tolist() == logprobs_of(row)[3:].tolist()
-    assert prompt_length(late, row, row) is None
 
 
 def test_a_border_by_subtraction_is_negative_where_the_replies_are_longer_than_the_rest():
     row = episode(CHATML, replies=(CALL, Message(role="assistant", content="Lima " * 60)))
-    fault = WrongBoundary(kind="subtracted")
-    out = change(fault, row)
+    out = change(WrongBoundary(kind="subtracted"), row)
     replies = int((row.columns["turn"] >= 0).sum())
     cut = len(row) - len(ids_of(row, 1))
     assert out.token_ids.tolist() == row.token_ids[:cut].tolist()
-    assert prompt_length(fault, out, row) == cut - replies < 0
+    assert cut < replies
     assert logprobs_of(out).tolist() == logprobs_of(row)[replies - cut + 1 :].tolist()
     assert set(out.columns["advantages"][out.loss_mask]) == {0.5}
 
@@ -258,16 +254,11 @@ def test_thinking_is_dropped_from_every_turn_but_the_last(renderer):
 
 def test_what_is_written_down_for_log_probs():
     row = episode(CHATML)
-    values = logprobs_of(row)
     assert set(logprobs_of(change(FillerLogprobs(), row))) == {0.0}
     last = logprobs_of(change(FillerLogprobs(tokens="last"), row))
     ends = [len(ids_of(row, 0)) - 1, row.num_trained - 1]
     assert np.flatnonzero(last == 0).tolist() == ends
     assert logprobs_of(change(ClampedLogprobs(lowest=-2.0), row)).min() == -2
-    probs = logprobs_of(change(ProbabilitiesAsLogprobs(), row))
-    np.testing.assert_allclose(probs, np.exp(values), rtol=1e-6)
-    infinite = logprobs_of(change(NonfiniteLogprobs(value="-inf", token_share=0.5), row))
-    assert 0 < np.isinf(infinite).sum() < len(infinite)
 
 
 @pytest.mark.parametrize(("to", "bits"), [("bfloat16", 8), ("float16", 11)])

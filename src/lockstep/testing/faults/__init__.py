@@ -3,7 +3,6 @@ kernel_noise,std=0.01`, or `with injected(KernelNoise(std=0.01)): train(config)`
 
 A fault is in what the two sides compute (`sides`), in the rows between them (`rows`), or in the
 engine as a server (`servers`). The run goes on and measures what a user with that defect would see.
-`testing.dumps` makes rows with the same faults, without a run.
 
 No torch is imported here, so that the command line can read the settings.
 """
