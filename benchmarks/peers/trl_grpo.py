@@ -55,6 +55,7 @@ from lockstep.types import Message, Task, ToolCall
 FORMATS: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text().replace("INVALID_CALL", INVALID_CALL)
 )
+SETTINGS = FORMATS.pop("settings")
 
 
 class SearchWorld:
@@ -331,38 +332,28 @@ def train(
     """Runs the steps."""
     trainer, objective = config.trainer, config.objective
     with TemporaryDirectory() as directory:
-        settings = settings | {
-            "output_dir": directory,
-            "seed": config.seed,
-            "max_steps": config.steps,
-            "per_device_train_batch_size": config.groups_per_step * config.group_size,
-            "steps_per_generation": 1,
-            "num_generations": config.group_size,
-            "shuffle_dataset": False,
-            "temperature": config.agent.temperature,
-            "top_k": config.agent.top_k,
-            "top_p": config.agent.top_p,
-            "loss_type": "dapo",  # the mean over the tokens of the batch, as ours
-            "epsilon": objective.clip[0],
-            "epsilon_high": objective.clip[1],
-            "beta": 0.0,
-            "scale_rewards": "group",
-            "router_aux_loss_coef": 0.0,
-            "learning_rate": trainer.lr,
-            "lr_scheduler_type": "constant_with_warmup",
-            "warmup_steps": trainer.warmup_updates,
-            "adam_beta1": trainer.betas[0],
-            "adam_beta2": trainer.betas[1],
-            "weight_decay": trainer.weight_decay,
-            "max_grad_norm": trainer.grad_clip,
-            "use_cpu": True,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "disable_tqdm": True,
-        }
+        settings = (
+            settings
+            | SETTINGS
+            | {
+                "output_dir": directory,
+                "seed": config.seed,
+                "max_steps": config.steps,
+                "per_device_train_batch_size": config.groups_per_step * config.group_size,
+                "num_generations": config.group_size,
+                "temperature": config.agent.temperature,
+                "top_k": config.agent.top_k,
+                "top_p": config.agent.top_p,
+                "epsilon": objective.clip[0],
+                "epsilon_high": objective.clip[1],
+                "learning_rate": trainer.lr,
+                "warmup_steps": trainer.warmup_updates,
+                "adam_beta1": trainer.betas[0],
+                "adam_beta2": trainer.betas[1],
+                "weight_decay": trainer.weight_decay,
+                "max_grad_norm": trainer.grad_clip,
+            }
+        )
         arguments = GRPOConfig(**(settings | options.trl))
         GRPOTrainer(args=arguments, callbacks=[Clock()], **parts).train()
 

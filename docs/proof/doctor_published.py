@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ from lockstep.recipes import find_recipe
 from lockstep.run.build import Parts, build
 from lockstep.run.preflight import preflight
 from lockstep.testing.faults import injected, split_faults
-from lockstep.types import Message
 
 HERE = Path(__file__).parent
 MODELS = ("tiny-gpt-oss", "tiny-qwen3")
@@ -45,58 +44,17 @@ RIGHT = {
 and log-probs are laid by a wrong length, on one run of tokens that has tool replies in it."""
 
 
-@dataclass
-class Recording:
-    """What the program's engine was asked and said in one episode."""
-
-    prompts: list[Any] = field(default_factory=list)
-    replies: list[Any] = field(default_factory=list)
-    messages: tuple[Message, ...] = ()
-
-
-class RecordingEngine:
-    """An engine that notes each request and its reply, for the episode in progress."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine, self.now = engine, Recording()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def generate(self, request: Any) -> Any:
-        ids: list[int] = []
-        async for delta in self._engine.generate(request):
-            ids += delta.token_ids.tolist()
-            yield delta
-        self.now.prompts.append(np.asarray(request.prompt_ids, np.int32))
-        self.now.replies.append(np.asarray(ids, np.int32))
-
-
 async def play(config: Any, parts: Parts) -> Rows:
-    engine = RecordingEngine(parts.engine)
-    object.__setattr__(parts, "engine", engine)
-    rows, told = [], []
-    for task in config.task.tasks(split="train", seed=config.seed).take(NUM_EPISODES):
-        engine.now = Recording()
-        row, *_ = await play_by_messages(config, parts, task)
-        environment = config.task.environment(task, config.agent)
-        said: list[Message] = list(await environment.reset())
-        for reply in engine.now.replies:
-            said.append(Message(role="assistant", content=parts.renderer.tokenizer.decode(reply)))
-            step = await environment.step(parts.renderer.parse(reply.tolist()))
-            said += step.messages
-        await environment.close()
-        engine.now.messages = tuple(said)
-        if row.num_trained:
-            rows.append(row)
-            told.append(engine.now)
-    trainer = np.concatenate(parts.trainer.forward(rows, column=None))
+    tasks = config.task.tasks(split="train", seed=config.seed).take(NUM_EPISODES)
+    played = [await play_by_messages(config, parts, task) for task in tasks]
+    episodes = [episode for episode in played if episode.row.num_trained]
+    rows = [episode.row for episode in episodes]
     return Rows.of(
         rows,
-        trainer_logprobs=trainer,
-        messages=tuple(t.messages for t in told),
-        engine_ids=tuple(tuple(t.replies) for t in told),
-        engine_prompt_ids=tuple(tuple(t.prompts) for t in told),
+        trainer_logprobs=np.concatenate(parts.trainer.forward(rows, column=None)),
+        messages=tuple(tuple(episode.messages) for episode in episodes),
+        engine_ids=tuple(tuple(episode.replies) for episode in episodes),
+        engine_prompt_ids=tuple(tuple(episode.prompts) for episode in episodes),
     )
 
 

@@ -23,16 +23,14 @@ from lockstep.config import resolve
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.native import write_rows
 from lockstep.doctor.rows import Rows
-from lockstep.engines.base import Engine
 from lockstep.recipes import find_recipe
-from lockstep.run.build import Parts, build
+from lockstep.run.build import build
 from lockstep.run.preflight import preflight
-from lockstep.run_config import Config
 from lockstep.testing.faults import injected
 from lockstep.testing.faults.rows import RetokenizedRows, ShiftedLogprobs
 from lockstep.testing.faults.sides import KernelNoise
 from lockstep.training.rows import rows_for_training
-from lockstep.types import Group, Sample
+from lockstep.types import Sample
 
 EXAMPLE = Path(lockstep.doctor.__file__).parent / "example.parquet"
 SETTINGS = ("model=tiny-gpt-oss", "contract=none")
@@ -45,35 +43,22 @@ def kind_of(row: Sample) -> str:
     return KINDS[derive_seed(0, "example", row.id) % len(KINDS)]
 
 
-def sampled_groups(
-    config: Config,
-    parts: Parts,
-    engine: Engine,
-    *,
-    num_tasks: int,
-    group_size: int,
-    record_routes: bool = False,
-) -> list[Group]:
-    """Episodes of the first training tasks, sampled by an engine."""
-    sampling = training_sampling(config.agent, engine.capabilities, record_routes=record_routes)
-    return asyncio.run(
-        collect(
-            Policy(engine, parts.renderer, sampling),
-            lambda task: config.task.environment(task, config.agent),
-            config.task.tasks(split="train", seed=config.seed).take(num_tasks),
-            group_size=group_size,
-            budget=Budget.of(config.agent, max_tokens=config.max_tokens),
-            run_seed=config.seed,
-        )
-    )
-
-
 def make_rows() -> Rows:
     config = resolve(find_recipe("quickstart"), list(SETTINGS))
     with injected(KernelNoise(std=0.002)):
         parts = build(config, preflight(config))
     tokenizer = parts.renderer.tokenizer
-    groups = sampled_groups(config, parts, parts.engine, num_tasks=NUM_TASKS, group_size=GROUP_SIZE)
+    sampling = training_sampling(config.agent, parts.engine.capabilities)
+    groups = asyncio.run(
+        collect(
+            Policy(parts.engine, parts.renderer, sampling),
+            lambda task: config.task.environment(task, config.agent),
+            config.task.tasks(split="train", seed=config.seed).take(NUM_TASKS),
+            group_size=GROUP_SIZE,
+            budget=Budget.of(config.agent, max_tokens=config.max_tokens),
+            run_seed=config.seed,
+        )
+    )
     rows: list[Sample] = []
     for row in rows_for_training(groups, config.advantage, control_ids=tokenizer.control_ids):
         match kind_of(row):

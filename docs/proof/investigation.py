@@ -12,7 +12,8 @@ Lockstep's own loop; `doctor --ladder` finds the rung on which they part. Means 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
@@ -27,26 +28,37 @@ from lockstep.recipes import find_recipe
 from lockstep.run.build import Parts, build
 from lockstep.run.preflight import preflight
 from lockstep.run_config import Config
-from lockstep.types import Message, Request, Sample, SamplingParams, Task
+from lockstep.types import Int32Array, Message, Request, Sample, SamplingParams, Task
 
-HERE = Path(__file__).parent
 SEEDS = (0, 1, 2)
 MODELS = ("tiny-gpt-oss", "tiny-qwen3")
 NUM_EPISODES = 32
 FORCED = -0.01  # the investigation's own limit: a token above it was as good as certain
 
 
-async def play_by_messages(config: Config, parts: Parts, task: Task) -> tuple[Sample, int, int]:
-    """One episode of the published program: (its row, tokens of the first turn that stand where
-    they were sampled, tokens of the first turn)."""
+@dataclass(frozen=True, kw_only=True)
+class Episode:
+    """One episode of the published program."""
+
+    row: Sample
+    num_same: int
+    """Tokens of the first turn that stand in the row where they were sampled."""
+    prompts: Sequence[Int32Array]
+    """The ids that the engine was sent, by turn."""
+    replies: Sequence[Int32Array]
+    messages: Sequence[Message]
+    """The dialogue, with its last turn."""
+
+
+async def play_by_messages(config: Config, parts: Parts, task: Task) -> Episode:
     renderer, tokenizer = parts.renderer, parts.renderer.tokenizer
     environment = config.task.environment(task, config.agent)
     history = list(await environment.reset())
     all_tokens = renderer.render(history, environment.tools)
     first_prompt = len(all_tokens)
-    generated: list[int] = []
+    prompts: list[Int32Array] = []
+    replies: list[Int32Array] = []
     logprobs: list[float] = []
-    first_turn: list[int] = []
     for turn in range(config.agent.max_turns):
         prompt = renderer.render(history, environment.tools)
         request = Request(
@@ -63,19 +75,19 @@ async def play_by_messages(config: Config, parts: Parts, task: Task) -> tuple[Sa
         async for delta in parts.engine.generate(request):
             ids += delta.token_ids.tolist()
             logprobs += delta.logprobs.tolist()
-        generated += ids
-        first_turn = first_turn or ids
+        prompts.append(request.prompt_ids)
+        replies.append(np.asarray(ids, np.int32))
         observation = await environment.step(renderer.parse(ids))
-        if observation.done:
-            break
         history.append(Message(role="assistant", content=tokenizer.decode(ids)))
         history += observation.messages
+        if observation.done:
+            break
         following = renderer.render(history, environment.tools)
         if len(following) >= config.max_tokens:
             break
         all_tokens = following
     await environment.close()
-    prompt_len = len(all_tokens) - len(generated)
+    prompt_len = len(all_tokens) - sum(map(len, replies))
     laid = np.full(len(all_tokens), np.nan, np.float32)
     places = range(max(prompt_len, 1), len(all_tokens))
     for place, value in zip(places, logprobs, strict=False):
@@ -87,10 +99,14 @@ async def play_by_messages(config: Config, parts: Parts, task: Task) -> tuple[Sa
         loss_mask=mask,
         columns={"rollout_logprobs": laid, "turn": np.where(mask, 0, -1).astype(np.int32)},
     )
-    stands = all_tokens[first_prompt : first_prompt + len(first_turn)]
-    if len(all_tokens) == first_prompt:  # the one reply was never added: nothing was rendered
-        return row, 0, 0
-    return row, sum(a == b for a, b in zip(stands, first_turn, strict=False)), len(first_turn)
+    stands = all_tokens[first_prompt : first_prompt + len(replies[0])]
+    return Episode(
+        row=row,
+        num_same=sum(a == b for a, b in zip(stands, replies[0].tolist(), strict=False)),
+        prompts=prompts,
+        replies=replies,
+        messages=history,
+    )
 
 
 async def by_messages(config: Config, parts: Parts, num_episodes: int) -> dict[str, float]:
@@ -98,19 +114,21 @@ async def by_messages(config: Config, parts: Parts, num_episodes: int) -> dict[s
     tasks = config.task.tasks(split="train", seed=config.seed).take(num_episodes)
     played = await asyncio.gather(*(play_by_messages(config, parts, task) for task in tasks))
     await parts.engine.close()
-    samples = [row for row, _, _ in played if row.num_trained]
+    samples = [episode.row for episode in played if episode.row.num_trained]
     trainer = np.concatenate(parts.trainer.forward(samples, column=None))
     rows = Rows.of(samples, trainer_logprobs=trainer)
     gap = rows.gap
     assert rows.rollout_logprobs is not None, "the rows have them"
     unforced = gap[np.isfinite(gap) & (rows.rollout_logprobs < FORCED)]
     compared = gap[np.isfinite(gap)]
+    # A program that ends after one reply never adds it.
+    rendered = [episode for episode in played if len(episode.row) > len(episode.prompts[0])]
     return {
         "k1": float(-compared.mean()),
         "k2": float(0.5 * (compared**2).mean()),
         "k1_unforced": float(-unforced.mean()),
         "k2_unforced": float(0.5 * (unforced**2).mean()),
-        "match": sum(same for _, same, _ in played) / sum(size for _, _, size in played),
+        "match": sum(e.num_same for e in rendered) / sum(len(e.replies[0]) for e in rendered),
     }
 
 

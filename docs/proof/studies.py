@@ -494,27 +494,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("study", nargs="*", help=f"some of {', '.join(STUDIES)}; none is all")
+    parser.add_argument("study", nargs="*", choices=[*STUDIES, []], help="none: all")
     parser.add_argument("--arms", nargs="+", help="some arms alone")
     parser.add_argument("--conditions", nargs="+", help="some conditions alone")
     parser.add_argument("--seeds", type=int, help="how many, from 0; usually as the study says")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--draw", action="store_true", help="run nothing: the plots again")
     options = parser.parse_args()
-    if unknown := [name for name in options.study if name not in STUDIES]:
-        parser.error(f"no study {', '.join(unknown)}; there are {', '.join(STUDIES)}")
     for name in options.study or STUDIES:
         study = STUDIES[name]
         arms = options.arms or list(study.arms)
         conditions = options.conditions or list(study.conditions)
-        for kind, asked, known in (
-            ("arm", arms, study.arms),
-            ("condition", conditions, study.conditions),
-        ):
-            if unknown := [each for each in asked if each not in known]:
-                parser.error(
-                    f"{name} has no {kind} {', '.join(unknown)}; it has {', '.join(known)}"
-                )
+        if unknown := {*arms, *conditions} - {*study.arms, *study.conditions}:
+            known = ", ".join([*study.conditions, *study.arms])
+            parser.error(f"{name} has no {', '.join(unknown)}; it has {known}")
         if not options.draw:
             seeds = range(options.seeds or study.num_seeds)
             run_all(name, conditions, arms, seeds, options.jobs)
