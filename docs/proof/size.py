@@ -21,21 +21,21 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "lockstep"
 
 CEILINGS = {
-    "nouns: types, errors, config": 1_898,
+    "nouns: types, errors, config": 1_907,
     "tinker": 3_873,
-    "run": 5_143,
+    "run": 5_089,
     "renderers": 3_305,
     "models and ops": 8_691,
-    "engines, sync, launch": 8_966,
+    "engines, sync, launch": 8_941,
     "agent": 6_828,
-    "learn: training, correction, objectives": 5_143,
-    "doctor": 7_637,
+    "learn: training, correction, objectives": 5_067,
+    "doctor": 7_694,
     "integrations": 1_241,
     "store, observe, report": 2_799,
     "environments and recipes": 3_716,
     "testing": 1_532,
-    "tests": 60_883,
-    "proofs and benchmarks": 10_424,
+    "tests": 60_880,
+    "proofs and benchmarks": 9_561,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling
 follows."""
