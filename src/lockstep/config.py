@@ -473,7 +473,8 @@ def _holds(config: Any, condition: str) -> bool:
             return found is not None and (found > limit or (sign == ">=" and found == limit))
         case ".*":
             return found is not None and found != _class(found)()
-    return found is not None
+        case _:
+            return found is not None
 
 
 def _stated(config: Any, condition: str, at: str) -> str:
