@@ -40,7 +40,7 @@ def verdict(cause: str, fault: str, out: Path) -> dict[str, Any]:
     config = resolve(find_recipe("quickstart"), settings)
     with injected(*faults):
         train(config, out=out, view="json")
-    diagnosis = diagnose(out, model=config.model)
+    diagnosis = diagnose(out, model="own")
     named = [found.name for found, _ in diagnosis.causes]
     return {
         "cause": cause,

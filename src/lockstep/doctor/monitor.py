@@ -20,8 +20,8 @@ from lockstep.doctor.inputs.native import write_rows
 from lockstep.doctor.inputs.run_dump import (
     MONITOR,
     TRAINED,
-    first_prompt,
     prompt_length,
+    prompts,
     replies,
 )
 from lockstep.doctor.rows import Rows
@@ -80,13 +80,18 @@ def open_monitor(
     )
 
     def look(
-        step: int, rows: Sequence[Sample], groups: Sequence[Group], *, version: int
+        step: int,
+        rows: Sequence[Sample],
+        sampled_rows: Sequence[Sample],
+        groups: Sequence[Group],
+        *,
+        version: int,
     ) -> dict[str, float]:
         """The metrics `doctor/...` of one step. rows: as they were trained, with both sides'
-        log-probs. groups: the episodes of the rows, which hold the ids that the engine returned.
-        version: of the weights before the update."""
+        log-probs. sampled_rows: as they were sampled. groups: the episodes of the rows, which hold
+        the ids that the engine returned. version: of the weights before the update."""
 
-        keep_trained(path / TRAINED, step, rows, groups, version=version)
+        keep_trained(path / TRAINED, step, rows, sampled_rows, groups, version=version)
 
         def chosen(limit: int) -> Rows | None:
             index = choose([row.group for row in rows], limit, step=step)
@@ -98,22 +103,18 @@ def open_monitor(
 
 
 def keep_trained(
-    directory: Path, step: int, rows: Sequence[Sample], groups: Sequence[Group], *, version: int
+    directory: Path,
+    step: int,
+    rows: Sequence[Sample],
+    sampled_rows: Sequence[Sample],
+    groups: Sequence[Group],
+    *,
+    version: int,
 ) -> None:
-    """Writes the rows of a step, if one is trained otherwise than it was sampled: the store then
-    has the rows as sampled, without the trainer's log-probs. Other runs write nothing."""
-    played = {t.id: t for group in groups for t in group.trajectories}
-
-    def is_changed(row: Sample) -> bool:
-        name, _, leaf = row.id.rpartition("/")
-        sampled = played[name].row(int(leaf))
-        mine, drawn = (r.columns.get("rollout_logprobs") for r in (row, sampled))
-        is_equal = np.array_equal(row.token_ids, sampled.token_ids) and (
-            mine is None or drawn is None or np.array_equal(mine, drawn, equal_nan=True)
-        )
-        return not is_equal or bool((row.loss_mask & ~sampled.loss_mask).any())
-
-    if any(map(is_changed, rows)):
+    """Writes the rows of a step if a hook changed one: the store then has the rows as sampled,
+    without the trainer's log-probs. Other runs write nothing."""
+    drawn = {id(row) for row in sampled_rows}
+    if any(id(row) not in drawn for row in rows):
         directory.mkdir(parents=True, exist_ok=True)
         made = rows_of(rows, groups, version=version)
         write_rows(directory / f"step-{step:06d}.parquet", [made])
@@ -132,7 +133,7 @@ def rows_of(samples: Sequence[Sample], groups: Sequence[Group], *, version: int)
         trainer_version=np.full(len(samples), version, np.int64),
         prompt_lengths=np.array([prompt_length(sample) for sample in samples], np.int64),
         engine_ids=tuple(replies(t, leaf) for t, leaf in placed),
-        engine_prompt_ids=tuple(first_prompt(t, leaf) for t, leaf in placed),
+        engine_prompt_ids=tuple(tuple(prompts(t, leaf)) for t, leaf in placed),
     )
 
 

@@ -139,7 +139,8 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
             row |= health_row(run, groups)
             row["tokens/sampled"] += signal.get("tokens/replaced", 0)
             try:
-                row |= await in_thread(partial(run.watch, step, rows, groups, version=version))
+                look = partial(run.watch, step, rows, sampled_rows, groups, version=version)
+                row |= await in_thread(look)
             finally:  # an error there says nothing about the update, which is whole
                 run.advance(row)
             row |= time_metrics(run, batch, began=began, sampled=sampled)

@@ -76,6 +76,23 @@ def test_a_fault_of_the_rows_stops_the_run_with_a_checkpoint_and_the_rows(
     assert any(f"{cause} in 1" in note for note in of_run.dump.notes)
 
 
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("late_advantages", "late_advantages"),  # ids and log-probs are as they were sampled
+        ("duplicated_prompt", "duplicated_prompt"),  # before a later turn
+        ("injected_control_tokens", "wrong_template"),  # ids that the engine was not sent
+    ],
+)
+def test_rows_that_were_changed_beside_the_replies_are_judged_as_they_were_trained(
+    tmp_path, fault, cause
+):
+    run(tmp_path / "run", f"--fault={fault}", "contract=none", "steps=1")
+    found = diagnose(tmp_path / "run")
+    first, finding = found.causes[0]
+    assert (first.name, found.certainty_of(first, finding)[0]) == (cause, "proved")
+
+
 def test_a_step_with_one_changed_row_keeps_the_trainers_log_probs_of_all(tmp_path):
     run(tmp_path / "run", "--fault=shifted_logprobs,share=0.2")
     rows = lockstep.load(tmp_path / "run").metrics

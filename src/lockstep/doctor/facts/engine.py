@@ -211,7 +211,7 @@ def engine_prompts(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
             end = found[turn - 1][1]
             glue, theirs = ids[end : begins[turn]], sent[turn][before:]
             if not np.array_equal(glue, theirs):
-                told = _of_glue(glue, theirs)
+                told = _of_glue(glue, theirs, sent[0])
                 out.add(*told, start + end, start + max(begins[turn], end + 1), theirs)
                 break
     yield from out.all()
@@ -230,9 +230,14 @@ def _of_prompt(mine: Ids, sent: Ids) -> tuple[str, str] | None:
     return "wrong_template", "the prompt is not what the engine was sent"
 
 
-def _of_glue(mine: Ids, sent: Ids) -> tuple[str, str]:
+def _of_glue(mine: Ids, sent: Ids, prompt: Ids) -> tuple[str, str]:
+    if len(mine) == len(sent) + len(prompt) and (
+        np.array_equal(mine, np.concatenate([sent, prompt]))
+        or np.array_equal(mine, np.concatenate([prompt, sent]))
+    ):
+        return "duplicated_prompt", "the first prompt is in the row again, between two turns"
     if _is_padded(mine, sent):
-        return "padding", "padding stands between two turns"
+        return "padding", "padding is between two turns"
     lost = len(sent) - len(mine)
     if 0 < lost <= 2 and np.array_equal(sent[lost:], mine):
         return "dropped_separator", "the separator after a reply is lost"

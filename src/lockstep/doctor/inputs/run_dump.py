@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -63,7 +63,10 @@ class RunDump(RowDump):
             for record in self._run.trajectories(step):
                 for sample in record.trajectory.rows():
                     row = self._row(record, sample)
-                    yield _as_trained(row, trained[sample.id]) if sample.id in trained else row
+                    if sample.id in trained:
+                        sent = tuple(prompts(record.trajectory, sample.leaf))
+                        row = _as_trained(row, trained[sample.id], sent)
+                    yield row
 
     def _trained(self, step: int) -> dict[str, Row]:
         """Id -> the row as it was trained, for rows that differ from the sampled ones."""
@@ -102,7 +105,7 @@ class RunDump(RowDump):
             steps=record.step,
             messages=tuple(trajectory.messages(leaf)),
             engine_ids=replies(trajectory, leaf),
-            engine_prompt_ids=first_prompt(trajectory, leaf),
+            engine_prompt_ids=tuple(islice(prompts(trajectory, leaf), 1)),
         )
 
     def _facts(self) -> Facts:
@@ -149,10 +152,12 @@ class RunDump(RowDump):
         return out
 
 
-def _as_trained(row: Row, trained: Row) -> Row:
-    """The row with the ids, mask and columns that were trained; what the engine said stays."""
-    kept = {"messages", "engine_ids", "engine_prompt_ids", "rewards", "groups", "steps"}
+def _as_trained(row: Row, trained: Row, sent: tuple[Int32Array, ...]) -> Row:
+    """The row with the ids, mask and columns that were trained; the engine's own data stay. sent:
+    the ids that it was sent before each reply."""
+    kept = {"messages", "engine_ids", "rewards", "groups", "steps"}
     said = {name: value for name, value in row.columns.items() if name in kept}
+    said["engine_prompt_ids"] = sent
     return replace(trained, columns=trained.columns | said)
 
 
@@ -162,14 +167,14 @@ def prompt_length(sample: Sample) -> int:
     return int(np.argmax(is_sampled)) if is_sampled.any() else len(sample)
 
 
-def first_prompt(trajectory: Trajectory, leaf: int) -> tuple[Int32Array, ...]:
-    """The ids that the engine was sent before the first turn on the path to `leaf`."""
-    prompt: list[Int32Array] = []
-    for i in trajectory.path(leaf):
-        if trajectory.segments[i].is_sampled:
-            break
-        prompt.append(trajectory.segments[i].token_ids)
-    return (np.concatenate(prompt),) if prompt else ()
+def prompts(trajectory: Trajectory, leaf: int) -> Iterator[Int32Array]:
+    """The ids that the engine was sent before each turn on the path to `leaf`: all before it."""
+    sent, turn = list[Int32Array](), -1
+    for segment in (trajectory.segments[i] for i in trajectory.path(leaf)):
+        if segment.is_sampled and segment.turn != turn:
+            turn = segment.turn
+            yield np.concatenate(sent) if sent else np.empty(0, np.int32)
+        sent.append(segment.token_ids)
 
 
 def replies(trajectory: Trajectory, leaf: int) -> tuple[Int32Array, ...]:
