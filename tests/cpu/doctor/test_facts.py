@@ -131,11 +131,15 @@ def test_tokens_after_a_stop_are_observations_where_the_trainer_denies_them(gap,
     assert found.cause == cause and list(found.begin) == [3 * 120 + 31]
 
 
-def test_a_mask_that_begins_with_the_stop_id_of_the_prompt_begins_too_early():
+@pytest.mark.parametrize(("later", "cause"), [(49, "boundary"), (None, "after_stop")])
+def test_a_mask_that_begins_with_the_stop_id_of_the_prompt_begins_too_early(later, cause):
+    """Without another stop id it is an empty reply, and tokens after it."""
     ids = np.where(ROWS.token_ids == 46, 45, ROWS.token_ids)
     ids[at(3, 10, 11)] = 46
+    if later:
+        ids[at(3, later, later + 1)] = 46
     (found,) = after_stop(ROWS.with_(token_ids=ids), Setting(stop_ids=frozenset({46})))
-    assert (found.cause, list(found.begin)) == ("boundary", [3 * 120 + 10])
+    assert (found.cause, found.begin[0] - 3 * 120) == (cause, 10 if later else 11)
 
 
 def test_a_filler_at_an_observation_is_a_trained_observation():

@@ -86,16 +86,17 @@ def after_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     hit = hit[rows.loss_mask[np.minimum(first[hit] + 1, rows.num_tokens - 1)]]
     if not len(hit) or (basis == "fit" and 2 * len(hit) > len(spans)):
         return  # an id inside of most replies does not end them
-    is_early = (first == spans.begin)[hit] & (rows.firsts(spans.begin)[spans.row] == first)[hit]
-    at, hit = first[hit[is_early]], hit[~is_early]
-    if len(at):
-        note = "the trained tokens of a row begin with a stop id, which no reply begins with"
-        yield Contradiction("boundary", note, at, at + 1, basis=basis)
-    if not len(hit):
-        return
     begin, end = first[hit] + 1, spans.end[hit]
     # Tokens that go on to another stop are a dialogue: observations and later replies.
     goes_on = rows.num_in(is_stop, begin, end) > 0
+    # The end of the prompt, if they begin with the first trained token of the row.
+    is_early = goes_on & (rows.firsts(spans.begin)[spans.row] == first)[hit]
+    if is_early.any():
+        note = "the trained tokens of a row begin with the stop id of the prompt"
+        yield Contradiction("boundary", note, begin[is_early] - 1, begin[is_early], basis=basis)
+        begin, end, hit, goes_on = (x[~is_early] for x in (begin, end, hit, goes_on))
+    if not len(hit):
+        return
     spans_of_row = np.bincount(spans.row, minlength=len(rows))
     is_merged = spans_of_row[spans.row[hit]] == 1  # else the mask does tell turns apart
     is_dialogue = (goes_on & is_merged).mean() > 0.5 and rows.is_sampled is None
