@@ -175,6 +175,16 @@ def test_a_sampler_that_deviates_in_all_rows_of_some_prompts_read_other_prompts(
     assert named(hit, model)[0] == ["wrong_template"]
 
 
+def test_noise_that_bfloat16_could_make_is_a_defect_of_one_process(sound, moved):
+    (_, model), (rows, _) = sound, moved
+    plain, numeric = model.plain(rows), np.sqrt(model.noise(rows))
+    noise = np.random.default_rng(0).normal(0, 1, rows.num_tokens) * np.sqrt(model.spread(rows))
+    noisy = np.where(rows.loss_mask, plain + noise * numeric / noise[rows.loss_mask].std(), np.nan)
+    rows = both(rows, plain, plain).with_(rollout_logprobs=noisy.astype(np.float32))
+    assert named(rows, model)[0] == []
+    assert named(rows, model, is_one_process=True)[0] == ["kernel_noise"]
+
+
 def test_noise_of_the_trainer_on_few_tokens_is_dropout(sound, moved):
     (_, model), (rows, _) = sound, moved
     generator, plain = np.random.default_rng(0), model.plain(rows)

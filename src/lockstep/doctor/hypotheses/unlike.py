@@ -107,7 +107,7 @@ def deviating(view: View) -> tuple[str, Float64Array] | None:
     found = {side: getattr(view, side) - view.plain for side in SIDES}
     found = {side: np.where(np.abs(d) <= view.step, 0.0, d) for side, d in found.items()}
     side = max(found, key=lambda name: size(found[name]))
-    return (side, found[side]) if size(found[side]) > NOISE * model.noise(rows) else None
+    return (side, found[side]) if size(found[side]) > view.scale**2 else None
 
 
 @hypothesis(
@@ -137,10 +137,11 @@ def rest_of(view: View, found: Explanation) -> tuple[str, str, float] | None:
         if judged.hypothesis.is_of_other_ids:  # so is what these rows still deviate by
             d = np.where(judged.hit[rows.row_of], np.nan, d)
     at = np.flatnonzero(np.isfinite(d))
-    if size(d) <= NOISE * model.noise(rows):
+    if size(d) <= view.scale**2:
         return None
     spread = np.maximum(model.spread(rows), MIN_SPREAD)
     numeric = (model.bfloat16(rows) - model.plain(rows)) / np.sqrt(spread)
+    numeric *= not view.setting.is_one_process  # the same ops on both sides: no noise at all
     units, limit = d / np.sqrt(spread), NOISE * size(numeric)
     steady = steadiness(view, d)
     left = size(d - repeated(rows, d)) / size(d)
