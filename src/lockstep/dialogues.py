@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.errors import DataError, FieldError
+from lockstep.errors import DataError, FieldError, located
 from lockstep.types import Message, ToolSchema
 
 SHAREGPT = {
@@ -84,10 +84,8 @@ def read_messages(source: object, *, where: str = "messages") -> tuple[Message, 
     object all keys). Raises DataError, which begins with `where`."""
     transcript = Transcript()
     for number, each in enumerate(entries_of(source, where=where, of="messages")):
-        try:
+        with located(f"{where}: message {number}", DataError):
             transcript.read(each)
-        except DataError as error:
-            raise DataError(f"{where}: message {number}: {error}") from None
     return tuple(transcript.messages)
 
 

@@ -38,7 +38,8 @@ thing. A message names the expected value, the found value, the place and the ne
       MissingExtraError  (ImportError)   an optional package is needed: names the extra
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 MAX_ERROR_CHARS = 2000
@@ -278,3 +279,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     is_of_torch = isinstance(error, RuntimeError) and not isinstance(error, LockstepError)
     text = str(error).lower() if is_of_torch else ""
     return isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text
+
+
+@contextmanager
+def located(where: str, raised: type[LockstepError] | None = None) -> Iterator[None]:
+    """Errors inside begin with `where`, and are raised as `raised`; None leaves them their type."""
+    try:
+        yield
+    except LockstepError as error:
+        raise (raised or type(error))(f"{where}: {error}") from error

@@ -207,7 +207,7 @@ def predict_memory(
 ) -> MemoryPlan:
     """The predicted peak of a run. lora: the shape of `config.lora` on this model. is_invariant:
     whether the contract holds, whose packed weights take memory."""
-    world = config.parallel.num_processes(os.environ)
+    world = config.num_processes
     facts = PlanFacts(
         model=model,
         dtype=config.compute_dtype,

@@ -7,6 +7,7 @@ down; the others belong to the room that reads them.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -195,6 +196,11 @@ class ModelChoice(Checked):
         return self.device
 
     @property
+    def num_processes(self) -> int:
+        """Processes that train together."""
+        return self.parallel.num_processes(os.environ)
+
+    @property
     def compute_dtype(self) -> ComputeDtype:
         """The setting `dtype`, or this device's default."""
         return DEFAULT_DTYPES[self.expected_device] if self.dtype == "auto" else self.dtype
@@ -203,7 +209,7 @@ class ModelChoice(Checked):
         super().__post_init__()
         is_name = bool(self.name) and "/" not in self.name
         require(self, name=(is_name, "usable as part of a directory name"))
-        self.trainer.check_budget(self.max_tokens)
+        check_conflicts(self, CONFLICTS["any"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,7 +327,6 @@ class Config(ModelChoice):
         check_conflicts(self, CONFLICTS["run"])
         self.chosen_correction.check_updates(self.trainer.updates_per_batch)
         self._check_seats()
-        self.engine.check_budget(self.max_tokens)
 
     def _check_seats(self) -> None:
         kind, known = tag(type(self.task)), self.task.SEATS
@@ -396,7 +401,6 @@ class ServeConfig(ModelChoice):
 
     def __post_init__(self) -> None:
         ModelChoice.__post_init__(self)
-        self.engine.check_budget(self.max_tokens)
         is_known = bool(self.api) and set(self.api) <= set(APIS)
         require(self, api=(is_known, f"some of {', '.join(APIS)}"))
         if "tinker" in self.api:

@@ -118,10 +118,11 @@ def signal_tree(pid: int, number: int) -> None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(each, number)
         signalled |= waiting
-        waiting = {child for each in signalled for child in _children(each)} - signalled
+        waiting = {child for each in signalled for child in children_of(each)} - signalled
 
 
-def _children(pid: int) -> set[int]:
+def children_of(pid: int) -> set[int]:
+    """Ids of the processes that a process has started; empty without /proc."""
     found = set[int]()
     with contextlib.suppress(OSError):  # it has ended
         for thread in os.listdir(f"/proc/{pid}/task"):

@@ -86,9 +86,6 @@ class EngineConfig(Checked):
         share = share_of(self.num_workers, rank, world, "engine.replicas")
         return replace(self, replicas=len(share))
 
-    def check_budget(self, max_tokens: int) -> None:
-        """Raises ConfigError if an episode of this many tokens cannot run."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddedConfig(EngineConfig):
@@ -132,6 +129,11 @@ class EmbeddedConfig(EngineConfig):
     waits for Python between its kernels. Without effect on a CPU."""
 
     @property
+    def paged_tokens(self) -> int:
+        """`kv_cache_tokens` in whole pages."""
+        return self.kv_cache_tokens // self.page_size * self.page_size
+
+    @property
     def is_pool(self) -> bool:
         return self.replicas > 0
 
@@ -170,17 +172,6 @@ class EmbeddedConfig(EngineConfig):
             count = CPU_SEQUENCES if room is None else min(max(tokens // longest, least), most)
             count = min(count, self.max_step_tokens)
         return replace(self, kv_cache_tokens=tokens, max_num_sequences=count)
-
-    def check_budget(self, max_tokens: int) -> None:
-        if not self.kv_cache_tokens:
-            return
-        room = self.kv_cache_tokens // self.page_size * self.page_size
-        if room < max_tokens:
-            raise ConfigError(
-                f"engine.kv_cache_tokens={self.kv_cache_tokens} holds {room} tokens in whole "
-                f"pages, fewer than max_tokens={max_tokens}: the longest episode could never run. "
-                "Raise the first or lower the second."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

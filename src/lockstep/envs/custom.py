@@ -39,6 +39,7 @@ from lockstep.errors import (
     ConfigError,
     DataError,
     RolloutError,
+    located,
     shortened,
 )
 from lockstep.launch.event_loop import run_to_end
@@ -261,7 +262,7 @@ class CustomConfig(FileTasks):
         given: set[str] = set()
         for where, columns in rows:
             payload = {key: value for key, value in columns.items() if key not in self.left_out}
-            try:
+            with located(where, DataError):
                 task_id = payload.get("id")
                 has_id = task_id is not None
                 if not has_id:
@@ -274,8 +275,6 @@ class CustomConfig(FileTasks):
                     raise DataError(f"the id {task.id!r} is given twice.")
                 given |= {task.id} if has_id else set()
                 self.opening(task)
-            except DataError as error:
-                raise DataError(f"{where}: {error}") from error
             tasks[task.id] = task
         return list(tasks.values())
 

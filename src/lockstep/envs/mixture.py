@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -16,7 +15,7 @@ from lockstep.agent.harness import Harness
 from lockstep.agent.task_config import Split, TaskConfig
 from lockstep.agent.tasks import MixtureSource, TaskSource, derive_seed
 from lockstep.config import did_you_mean
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, located
 from lockstep.types import Message, Task
 
 PART_NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -67,7 +66,7 @@ class MixtureConfig(TaskConfig):
 
     def check(self) -> None:
         for name, part in self.parts.items():
-            with _naming(name):
+            with located(f"task.parts.{name}"):
                 part.check()
 
     def tasks(self, *, split: Split, seed: int) -> TaskSource:
@@ -86,7 +85,7 @@ class MixtureConfig(TaskConfig):
         """The first tasks of each part, since their prompts differ."""
         firsts: list[Task] = []
         for name, part in self.parts.items():
-            with _naming(name):
+            with located(f"task.parts.{name}"):
                 own = part.first_tasks(split=split, seed=derive_seed("part", name, seed))
                 if not own:
                     raise ConfigError(f"it has no task for the split {split!r}.")
@@ -112,12 +111,3 @@ class MixtureConfig(TaskConfig):
 
     async def close(self) -> None:
         await asyncio.gather(*(part.close() for part in self.parts.values()))
-
-
-@contextmanager
-def _naming(part: str) -> Iterator[None]:
-    """Prefixes errors of a part with its setting."""
-    try:
-        yield
-    except LockstepError as error:
-        raise type(error)(f"task.parts.{part}: {error}") from error

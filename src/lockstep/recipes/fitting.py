@@ -31,7 +31,7 @@ from lockstep.config import (
     read_tree,
 )
 from lockstep.envs.custom import MAX_TASKS, CustomConfig, Reward
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, located
 from lockstep.models.config import ModelConfig
 from lockstep.models.locate import CONFIG_FILES, locate_model
 from lockstep.models.shapes import decoder_shapes, num_elements
@@ -89,12 +89,10 @@ def read_config(
     over; without it, what the file leaves open has its default. tree: settings over the file's."""
     tree = merged(read_tree(path), nested(tree or {}))
     recipe = tree.pop("recipe", None)
-    try:
+    with located(str(path)):
         if recipe is not None:
             return configure(str(recipe), tree=tree, overrides=overrides)
         return from_settings(Config, tree, overrides)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
 
 
 def custom_config(

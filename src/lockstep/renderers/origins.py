@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from lockstep.errors import RendererError
+from lockstep.errors import located
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.pieces import first_difference
 from lockstep.types import Message, ToolSchema
@@ -99,10 +99,8 @@ def trace(
         out.prompts.append(Compared(before=at, extended_ids=extended_ids, whole_ids=whole_ids))
         if at == len(messages):
             break
-        try:
+        with located(f"message {at}"):
             sampled = renderer.render_reply(messages[at])
-        except RendererError as error:
-            raise RendererError(f"message {at}: {error}") from None
         out.tokens.extend(OriginatedToken(id_, "assistant", id_ in control, at) for id_ in sampled)
         begin = at + 1
     return out

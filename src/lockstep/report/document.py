@@ -206,6 +206,9 @@ def _spread(candidates: Sequence[_Candidate], number: int) -> list[_Candidate]:
     return [candidates[place] for place in places]
 
 
+_SHOWN = ["parent", "is_sampled", "turn", "policy_version", "finish_reason", "stop", "reason"]
+
+
 def to_document(
     record: TrajectoryRecord, *, run: int, split: str, why: Sequence[str]
 ) -> dict[str, Any]:
@@ -231,13 +234,7 @@ def to_document(
         "metrics": {name: encode_number(value) for name, value in trajectory.metrics.items()},
         "segments": [
             {
-                "parent": segment.parent,
-                "is_sampled": segment.is_sampled,
-                "turn": segment.turn,
-                "policy_version": segment.policy_version,
-                "finish_reason": segment.finish_reason,
-                "stop": segment.stop,
-                "reason": segment.reason,
+                **{name: getattr(segment, name) for name in _SHOWN},
                 "reward": encode_number(segment.reward),
                 "token_ids": segment.token_ids.tolist(),
                 "rollout_logprobs": shortest(segment.logprobs),

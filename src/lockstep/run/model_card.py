@@ -15,8 +15,7 @@ from lockstep.errors import ConfigError, RunError
 from lockstep.models import peft_format
 from lockstep.observe.metrics import held_out_label
 from lockstep.run.build import recipe_of
-from lockstep.store.checkpoints import step_of
-from lockstep.store.run import Run
+from lockstep.store.run import Run, step_of
 from lockstep.tables import tables_beside
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -29,9 +29,9 @@ from lockstep.errors import (
     ConfigError,
     DataError,
     LockstepError,
-    RendererError,
     RolloutError,
     RunError,
+    located,
     require_package,
 )
 from lockstep.launch.config import LocalPlacement
@@ -72,7 +72,7 @@ from lockstep.run.prompts import FirstPrompts
 from lockstep.run_config import CONFLICTS, DEFAULT_DTYPES, Config, ModelChoice
 from lockstep.store.checkpoints import checkpoint_of, trained_by
 from lockstep.store.files import why_no_directory
-from lockstep.store.run import load_run
+from lockstep.store.run import load_run, step_of
 from lockstep.training.distill_config import DistillConfig
 from lockstep.types import Message
 
@@ -243,7 +243,7 @@ def check_start(config: Config, start: tuple[Path, int | None]) -> None:
             f"adapter lora.path={start[0]}/adapter."
         )
     checkpoint = checkpoint_of(parent, start[1])
-    made = int(checkpoint.name.rpartition("-")[2])
+    made = step_of(checkpoint.name)
     if made >= config.steps:
         raise ConfigError(
             f"steps={config.steps}, and the checkpoint {checkpoint} was written after step {made}: "
@@ -278,15 +278,15 @@ def check_shared_base(config: Config, where: str) -> None:
     """Raises ConfigError, which begins with `where`, unless several adapters can be trained over
     the model of this run."""
     problems = list(conflicts_in(config, CONFLICTS["shared_base"]))
-    if config.parallel.num_processes(os.environ) > 1 or config.placement.is_elsewhere():
-        problems.append("they train in one process. Leave parallel and placement out")
+    if config.placement.is_elsewhere():
+        problems.append("they train in one process. Leave placement out")
     if problems:
         raise ConfigError(f"{where}: {problems[0]}.")
 
 
 def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> None:
     """Raises ConfigError if the work cannot be divided over the processes that are asked for."""
-    world = config.parallel.num_processes(os.environ)
+    world = config.num_processes
     if isinstance(model, ModelConfig):
         config.parallel.check_heads(num_heads=model.num_heads, num_kv_heads=model.num_kv_heads)
         if model.linear is not None and config.parallel.sequence > 1:
@@ -302,15 +302,11 @@ def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> 
             num_engines=config.engine.num_workers,
             is_shared=config.engine.share_device,
         )
-    if world == 1:
-        return
-    alone = {"fallback=true": config.fallback, "lockstep sft": not isinstance(config, Config)}
-    for what, is_asked in alone.items():
-        if is_asked:
-            raise ConfigError(
-                f"{what} works in one process, and this run has {world}. Leave parallel.processes "
-                "at 0 and start it without torchrun."
-            )
+    elif world > 1:
+        raise ConfigError(
+            f"lockstep sft works in one process, and this run has {world}. Leave "
+            "parallel.processes at 0 and start it without torchrun."
+        )
 
 
 def check_memory(config: ModelChoice, model_files: ModelFiles, device: Device) -> None:
@@ -342,7 +338,7 @@ def sized_engine(config: Config, model_files: ModelFiles, device: Device) -> Eng
         return engine
     found, limit = memory_plan(config, model_files, device=device), memory_limit(config, device)
     assert found is not None and limit is not None, "the decoder, on a GPU that was checked"
-    world = config.parallel.num_processes(os.environ)
+    world = config.num_processes
     num_here = max(1, math.ceil(engine.num_workers / world))
     room = found.cache_room(limit[0], takes_turns=engine.share_device) // num_here
     dtype = config.compute_dtype if engine.dtype == "same" else engine.dtype
@@ -444,21 +440,13 @@ def check_critic(config: Config, model_files: ModelFiles) -> None:
 def check_teachers(config: Config, distill: DistillConfig, model_files: ModelFiles) -> None:
     """Raises ConfigError for a teacher that cannot read what the student writes, or is missing."""
     distill.check_sources(config.task.parts if isinstance(config.task, MixtureConfig) else {})
-    is_sharded = config.parallel.shard and config.parallel.num_processes(os.environ) > 1
-    if distill.signal == "full" and is_sharded:
-        raise ConfigError(
-            "distill.signal=full reads the whole head, which parallel.shard=true spreads over the "
-            "processes. Set distill.signal=top_k, or parallel.shard=false."
-        )
     known = model_files.renderer.tokenizer
     for setting, teacher in distill.teachers.items():
         where = f"{setting}.model={teacher.model}"
-        try:
+        with located(where, ConfigError):
             directory = locate_model(teacher.model)
             theirs = Tokenizer.from_file(directory)
             model = None if teacher.engine else ModelConfig.from_directory(directory)
-        except (ConfigError, CheckpointError, RunError, RendererError) as error:
-            raise ConfigError(f"{where}: {error}") from None
         mine, others = known.all_token_bytes(), theirs.all_token_bytes()
         differing = next((i for i, b in enumerate(mine) if others[i : i + 1] != [b]), None)
         problem = ""
@@ -722,7 +710,7 @@ def _gpu_table(config: Config, model_files: ModelFiles, numerics: Numerics | Non
     """A line for each process of this machine on GPUs, with its memory."""
     if config.expected_device == "cpu" or not isinstance(config.placement, LocalPlacement):
         return
-    engine, world = config.engine, config.parallel.num_processes(os.environ)
+    engine, world = config.engine, config.num_processes
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     most = here + engine.num_workers * engine.gpus_each
     found = memory_plan(config, model_files, device="cuda", numerics=numerics)

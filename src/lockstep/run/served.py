@@ -12,7 +12,7 @@ from lockstep.agent.loop import sampling_of
 from lockstep.agent.turns import Policy
 from lockstep.config import from_dict, overlaid, read_json
 from lockstep.engines.config import EmbeddedConfig
-from lockstep.errors import CheckpointError, ConfigError, LockstepError
+from lockstep.errors import CheckpointError, ConfigError, located
 from lockstep.models import peft_format
 from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.locate import CONFIG_FILES, locate_model
@@ -27,8 +27,8 @@ from lockstep.run.preflight import (
     stored_renderer,
 )
 from lockstep.run_config import Config, ServeConfig
-from lockstep.store.checkpoints import split_address, step_of, trained_by
-from lockstep.store.run import is_run, load_run
+from lockstep.store.checkpoints import split_address, trained_by
+from lockstep.store.run import is_run, load_run, step_of
 
 if TYPE_CHECKING:
     from lockstep.engines.base import Engine
@@ -159,7 +159,7 @@ def find_seats(config: Config) -> dict[str, Served]:
                 f"second model. Serve it elsewhere and set seats.{name}.engine=vllm "
                 f"seats.{name}.engine.urls=http://HOST:PORT, or run on device=cpu."
             )
-        try:
+        with located(where, ConfigError):
             served = find_served(seat.model, (), tree={"max_tokens": config.max_tokens})
             choice = replace(
                 served.config,
@@ -170,8 +170,6 @@ def find_seats(config: Config) -> dict[str, Served]:
                 **{key: getattr(config, key) for key in ("device", "threads", "seed", "vision")},
             )
             read_model_files(choice, files=CONFIG_FILES)
-        except LockstepError as error:
-            raise ConfigError(f"{where}: {error}") from error
         found[name] = replace(served, config=choice)
     return found
 

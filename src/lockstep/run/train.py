@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -52,7 +51,7 @@ def train(
     from lockstep.run.training_run import RunOptions
 
     is_elsewhere = config.placement.is_elsewhere()
-    is_alone = not is_elsewhere and config.parallel.num_processes(os.environ) == 1
+    is_alone = not is_elsewhere and config.num_processes == 1
     with said_first(out):
         return on_all_ranks(
             config.parallel,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.errors import CheckpointError, ConfigError, RunError
-from lockstep.store.run import Run, is_run, load_run
+from lockstep.store.run import CHECKPOINT, Run, is_run, load_run
 
 MANIFEST, POLICY = "manifest.json", "policy"
 FORMAT_VERSION = 1
@@ -22,7 +22,6 @@ FINISHED = ("model", "adapter")
 ADAPTER = "adapter_config.json"
 """File of a directory with an adapter."""
 
-_NAME = re.compile(r"step-(\d{6,})")
 _REPLACED = re.compile(r"\.step-(\d{6,})\.replaced")
 """Name of an old checkpoint if a kill interrupted its replacement by one of the same step."""
 _log = logging.getLogger(__name__)
@@ -82,7 +81,7 @@ class Checkpoints:
         entries = list(self.root.iterdir()) if self.root.is_dir() else []
         named = {
             int(m[1]): path
-            for pattern in (_REPLACED, _NAME)  # the later one counts
+            for pattern in (_REPLACED, CHECKPOINT)  # the later one counts
             for path in entries
             if (m := pattern.fullmatch(path.name))
         }
@@ -144,12 +143,6 @@ def checkpoint_of(run: Run, step: int | None) -> Path:
             f"the weights: model={run.path}."
         )
     return found
-
-
-def step_of(name: str) -> int:
-    """Steps that were trained before the checkpoint of this name; -1 if the name does not say."""
-    match = _NAME.fullmatch(name)
-    return int(match[1]) if match else -1
 
 
 def split_address(target: str | os.PathLike[str]) -> tuple[Path, int | None]:

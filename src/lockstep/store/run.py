@@ -60,9 +60,9 @@ FORMAT_VERSION = 1
 TRAIN = "train"
 """The split whose parts have no name of their own in the file name."""
 
+CHECKPOINT = re.compile(r"step-(\d{6,})")
 _OWN_NAMES = ("config.json", "metrics.jsonl", "trajectories", "checkpoints")
 _PART = re.compile(r"step-(-00001|\d{6,})(?:-([A-Za-z0-9_.-]+))?\.parquet")
-_CHECKPOINT = re.compile(r"step-(\d{6,})")
 _SPLIT = re.compile(r"[A-Za-z0-9_.-]+")
 _NOTED = ("lockstep-rl", "torch", "numpy", "tokenizers", "safetensors", "pyarrow", "transformers")
 _log = logging.getLogger(__name__)
@@ -392,8 +392,7 @@ class Run:
         """0, or the step of the checkpoint that the run started from (from=RUN@STEP)."""
         origin = self.environment.get("from")
         name = Path(str(origin["checkpoint"])).name if isinstance(origin, dict) else ""
-        match = _CHECKPOINT.fullmatch(name)
-        return int(match[1]) if match else 0
+        return max(step_of(name), 0)
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
@@ -469,9 +468,8 @@ class Run:
 
     def checkpoints(self) -> dict[int, Path]:
         """Step -> directory, in order. The trainer checks a checkpoint's files when it loads it."""
-        found = (self.path / "checkpoints").glob("*/")
-        named = {int(m[1]): path for path in found if (m := _CHECKPOINT.fullmatch(path.name))}
-        return dict(sorted(named.items()))
+        named = {step_of(path.name): path for path in (self.path / "checkpoints").glob("*/")}
+        return {step: named[step] for step in sorted(named) if step >= 0}
 
     def _selected(self, step: int | None, split: str) -> list[Path]:
         parts = [(s, path) for s, part_split, path in _parts(self.path) if part_split == split]
@@ -562,6 +560,12 @@ def part_path(path: Path, step: int, split: str) -> Path:
     """The file of a step's trajectories in the run directory `path`."""
     suffix = "" if split == TRAIN else f"-{split}"
     return path / "trajectories" / f"step-{step:06d}{suffix}.parquet"
+
+
+def step_of(name: str) -> int:
+    """Steps that were trained before the checkpoint of this name; -1 if the name does not say."""
+    match = CHECKPOINT.fullmatch(name)
+    return int(match[1]) if match else -1
 
 
 def _parts(path: Path) -> list[tuple[int, str, Path]]:

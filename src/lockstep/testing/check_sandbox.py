@@ -23,6 +23,7 @@ from lockstep.agent.sandbox.base import (
     metrics_of,
 )
 from lockstep.errors import SandboxError
+from lockstep.system import children_of
 
 GRACE_SECONDS = 3.0
 """Seconds past its limit for a program to be ended, on a busy machine."""
@@ -204,13 +205,8 @@ def _planted() -> Iterator[tuple[dict[str, object], list[str]]]:
 
 
 def _descendants(process: int) -> set[int]:
-    """Ids of all descendants of a process; empty without /proc."""
-    found: set[int] = set()
-    for file in Path(f"/proc/{process}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            for child in map(int, file.read_text().split()):
-                found |= {child, *_descendants(child)}
-    return found
+    found = children_of(process)
+    return found.union(*map(_descendants, found))
 
 
 def _max_resident_mib() -> float:

@@ -169,7 +169,6 @@ class Journal:
                 f"{path} cannot be opened ({error}). Does another server use the directory? "
                 "End it, or choose another directory."
             ) from error
-        self._depth = 0
         last = self._db.execute("SELECT max(finished) FROM requests").fetchone()[0]
         self._finished = last or 0
         done = self._db.execute("SELECT target, seq_id FROM requests WHERE result IS NOT NULL")
@@ -182,19 +181,12 @@ class Journal:
     @contextlib.contextmanager
     def transaction(self) -> Iterator[None]:
         """Writes all or nothing. One inside another is part of it."""
-        self._depth += 1
-        try:
-            if self._depth == 1:
-                self._db.execute("BEGIN IMMEDIATE")
+        if self._db.in_transaction:
             yield
-            if self._depth == 1:
-                self._db.execute("COMMIT")
-        except BaseException:
-            if self._depth == 1 and self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-            raise
-        finally:
-            self._depth -= 1
+            return
+        self._db.execute("BEGIN IMMEDIATE")
+        with self._db:  # commits, or rolls back
+            yield
 
     # -- records ----------------------------------------------------------------------------------
 

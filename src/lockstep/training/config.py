@@ -181,15 +181,6 @@ class TrainerConfig(LearnerConfig):
                 "memory, and the model is on the CPU: it is there already. Leave it at none."
             )
 
-    def check_budget(self, max_row_tokens: int) -> None:
-        """Raises ConfigError if a row of the longest length would fit in no micro-batch."""
-        if max_row_tokens > self.max_tokens_per_microbatch:
-            raise ConfigError(
-                f"trainer.max_tokens_per_microbatch={self.max_tokens_per_microbatch}, but a row "
-                f"may have {max_row_tokens} tokens, and a row is never split. Raise it to at least "
-                f"{max_row_tokens}, or lower the tokens of an episode."
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig(LearnerConfig):

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.dialogues import BESIDE, COLUMNS, Dialogue, read_dialogue, read_weight
-from lockstep.errors import ConfigError, DataError, LockstepError
+from lockstep.errors import ConfigError, DataError, LockstepError, located
 from lockstep.objectives.losses import supervised_loss
 from lockstep.renderers.base import Renderer, dialogue_pieces
 from lockstep.renderers.tokenizer import Tokenizer
@@ -154,7 +154,7 @@ def sft_row(
         raise ConfigError(f"{example.where} has messages: a renderer is needed to write them.")
     ids: list[int] = []
     weights: list[npt.NDArray[np.float32]] = []
-    try:
+    with located(example.where, DataError):
         for piece_ids, at in dialogue_pieces(renderer, example.messages, example.tools):
             ids += piece_ids
             if at is None:
@@ -162,8 +162,6 @@ def sft_row(
             else:
                 of_words = token_weights(renderer.tokenizer, piece_ids, word_weights or {})
                 weights.append(of_words * np.float32(example.weights[at]))
-    except LockstepError as error:
-        raise DataError(f"{example.where}: {error}") from error
     return _make_sample(example.where, ids, np.concatenate(weights))
 
 

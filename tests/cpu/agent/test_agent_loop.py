@@ -791,7 +791,7 @@ def test_no_tasks_are_no_groups():
     ],
 )
 def test_agent_settings_that_make_no_sense_are_refused_by_name(wrong):
-    with pytest.raises(ConfigError, match=f"agent.{next(iter(wrong))}="):
+    with pytest.raises(ConfigError, match=f"AgentConfig.{next(iter(wrong))}="):
         replace(AgentConfig(), **wrong)
 
 

@@ -202,7 +202,7 @@ def test_a_tokenizer_without_the_control_tokens_is_refused_with_all_their_names(
 
 
 def test_an_unknown_thinking_policy_is_refused():
-    with pytest.raises(ConfigError, match=r"renderer\.thinking=some"):
+    with pytest.raises(ConfigError, match=r"ChatMLConfig\.thinking=some"):
         ChatMLConfig(thinking="some")
 
 
@@ -273,7 +273,7 @@ def test_qwen25_keeps_what_a_renderer_promises_and_refuses_thinking():
     check_renderer(qwen25(), has_thinking=False)
     with pytest.raises(RendererError, match=r"variant=qwen2\.5"):
         qwen25().render_reply(Message(role="assistant", thinking="Hm.", content="It is."))
-    with pytest.raises(ConfigError, match=r"renderer\.variant=qwen2:"):
+    with pytest.raises(ConfigError, match=r"ChatMLConfig\.variant=qwen2:"):
         ChatMLConfig(variant="qwen2")
 
 

@@ -228,7 +228,7 @@ def test_a_tokenizer_without_the_control_tokens_is_refused_with_all_their_names(
 
 @pytest.mark.parametrize("field", ["thinking", "reasoning_effort"])
 def test_an_unknown_choice_in_the_config_is_refused(field):
-    with pytest.raises(ConfigError, match=f"renderer.{field}=loud"):
+    with pytest.raises(ConfigError, match=f"HarmonyConfig.{field}=loud"):
         HarmonyConfig(**{field: "loud"})
 
 

@@ -402,7 +402,7 @@ def test_parameters_that_a_tool_declares_as_text_stay_text_in_its_own_dialogue(m
 def test_settings_are_checked_and_reach_the_template(make, tmp_path):
     for settings_, message in (
         ({"date": "today"}, r"renderer\.date='today'"),
-        ({"thinking": "some"}, r"renderer\.thinking=some"),
+        ({"thinking": "some"}, r"JinjaConfig\.thinking=some"),
     ):
         with pytest.raises(ConfigError, match=message):
             JinjaConfig(**settings_)

@@ -79,7 +79,7 @@ def test_the_dates_can_be_set_and_left_out_together():
     assert shown(without.render([USER])).startswith("<|begin_of_text|>[user]")
     with pytest.raises(ConfigError, match=r"renderer\.current_date"):
         Llama3Config(current_date="")
-    with pytest.raises(ConfigError, match=r"renderer\.tool_replies=yaml"):
+    with pytest.raises(ConfigError, match=r"Llama3Config\.tool_replies=yaml"):
         Llama3Config(tool_replies="yaml")
 
 

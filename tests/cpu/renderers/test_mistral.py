@@ -152,7 +152,7 @@ def test_the_version_is_what_the_tokens_say_and_other_ones_are_refused():
     with pytest.raises(RendererError) as caught:
         MistralRenderer(byte_tokenizer())
     assert all(name in str(caught.value) for name in MISTRAL_TOKENS)
-    with pytest.raises(ConfigError, match=r"renderer\.variant=v2"):
+    with pytest.raises(ConfigError, match=r"MistralConfig\.variant=v2"):
         MistralConfig(variant="v2")
     with pytest.raises(RendererError, match="format of mistral has no place for it"):
         V7.render_reply(Message(role="assistant", thinking="Hm."))

@@ -152,7 +152,7 @@ def test_what_a_template_refuses_is_one_line_with_a_way_out(make):
         with pytest.raises(RendererError, match=expected) as found:
             refused()
         assert "\n" not in str(found.value)
-    with pytest.raises(ConfigError, match=r"renderer\.tools=some"):
+    with pytest.raises(ConfigError, match=r"JinjaConfig\.tools=some"):
         JinjaConfig(tools="some")
     never = ECHO.replace(
         "message.content", "(message.content if 'tool_resp' not in message.content)"

@@ -223,7 +223,7 @@ def test_a_later_format_is_refused_by_number(store):
 
 
 def test_settings_that_keep_nothing_are_refused():
-    with pytest.raises(ConfigError, match=r"checkpoint\.keep_last=0"):
+    with pytest.raises(ConfigError, match=r"CheckpointConfig\.keep_last=0"):
         CheckpointConfig(keep_last=0)
-    with pytest.raises(ConfigError, match=r"checkpoint\.every=-1"):
+    with pytest.raises(ConfigError, match=r"CheckpointConfig\.every=-1"):
         CheckpointConfig(every=-1)

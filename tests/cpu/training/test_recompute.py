@@ -117,5 +117,5 @@ def test_a_forward_without_gradient_runs_each_block_once(tmp_path):
 
 
 def test_an_unknown_way_to_recompute_is_refused():
-    with pytest.raises(ConfigError, match=r"trainer\.recompute=block.*'blocks'"):
+    with pytest.raises(ConfigError, match=r"TrainerConfig\.recompute=block.*'blocks'"):
         TrainerConfig(recompute="block")  # pyright: ignore[reportArgumentType]

@@ -362,10 +362,10 @@ def test_the_loss_is_the_weighted_mean(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"steps": 0}, "sft.steps=0"),
-        ({"observed_weight": -1.0}, "sft.observed_weight=-1.0"),
-        ({"word_weights": {"Rome": float("inf")}}, "sft.word_weights={'Rome': inf}"),
-        ({"word_weights": {"": 1.0}}, "sft.word_weights={'': 1.0}"),
+        ({"steps": 0}, "SFTConfig.steps=0"),
+        ({"observed_weight": -1.0}, "SFTConfig.observed_weight=-1.0"),
+        ({"word_weights": {"Rome": float("inf")}}, "SFTConfig.word_weights={'Rome': inf}"),
+        ({"word_weights": {"": 1.0}}, "SFTConfig.word_weights={'': 1.0}"),
     ],
 )
 def test_settings_that_say_nothing_are_refused(settings, message):

@@ -23,7 +23,8 @@ from lockstep.objectives.config import CISPO, DPPO, GSPO, PPOClip, Reinforce
 from lockstep.objectives.losses import TokenLoss, make_loss, reinforce
 from lockstep.ops.base import Ops
 from lockstep.ops.invariant import InvariantOps
-from lockstep.training.config import TrainerConfig
+from lockstep.run_config import SupervisedConfig
+from lockstep.training.config import SFTConfig, TrainerConfig
 from lockstep.training.optimizer import is_decayed, lr_share
 from lockstep.training.trainer import Trainer
 
@@ -489,12 +490,12 @@ def test_the_schedule_reaches_the_metrics(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lr": 0.0}, r"trainer.lr=0.0.*\b0\b"),
-        ({"betas": (0.9, 1.0)}, r"trainer.betas=\(0.9, 1.0\).*\[0, 1\)"),
-        ({"grad_clip": -1.0}, r"trainer.grad_clip=-1.0.*\b0\b"),
-        ({"min_lr_share": 2.0}, "trainer.min_lr_share"),
-        ({"max_tokens_per_microbatch": 1}, "trainer.max_tokens_per_microbatch=1"),
-        ({"updates_per_batch": 0}, "trainer.updates_per_batch=0"),
+        ({"lr": 0.0}, r"TrainerConfig.lr=0.0.*\b0\b"),
+        ({"betas": (0.9, 1.0)}, r"TrainerConfig.betas=\(0.9, 1.0\).*\[0, 1\)"),
+        ({"grad_clip": -1.0}, r"TrainerConfig.grad_clip=-1.0.*\b0\b"),
+        ({"min_lr_share": 2.0}, "TrainerConfig.min_lr_share"),
+        ({"max_tokens_per_microbatch": 1}, "TrainerConfig.max_tokens_per_microbatch=1"),
+        ({"updates_per_batch": 0}, "TrainerConfig.updates_per_batch=0"),
     ],
 )
 def test_settings_that_cannot_train_are_refused(settings, message):
@@ -503,7 +504,7 @@ def test_settings_that_cannot_train_are_refused(settings, message):
 
 
 def test_a_budget_that_no_row_fits_is_refused_with_both_numbers():
-    config = TrainerConfig(max_tokens_per_microbatch=512)
-    config.check_budget(512)
-    with pytest.raises(ConfigError, match=r"=512.*600"):
-        config.check_budget(600)
+    trainer = TrainerConfig(max_tokens_per_microbatch=512)
+    SupervisedConfig(sft=SFTConfig(path="a.jsonl"), trainer=trainer, max_tokens=512)
+    with pytest.raises(ConfigError, match=r"max_tokens=600.*microbatch=512"):
+        SupervisedConfig(sft=SFTConfig(path="a.jsonl"), trainer=trainer, max_tokens=600)

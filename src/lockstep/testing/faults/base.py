@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
@@ -136,7 +135,7 @@ class Faults(RunHooks):
                 "fallback=true: faults are injected into the decoder and its engine. Leave --fault "
                 "out."
             )
-        if (world := config.parallel.num_processes(os.environ)) > 1:
+        if (world := config.num_processes) > 1:
             raise ConfigError(
                 f"--fault works in one process, and this run has {world}. Leave "
                 "parallel.processes at 0 and start it without torchrun."

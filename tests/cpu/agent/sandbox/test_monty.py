@@ -253,9 +253,9 @@ def test_an_episode_that_is_given_up_ends_its_program():
 
 def test_settings_that_cannot_be_are_refused():
     for wrong, words in (
-        (lambda: SandboxLimits(seconds=0), "limits.seconds=0"),
-        (lambda: SandboxLimits(memory_mib=1), "limits.memory_mib=1"),
-        (lambda: MontyConfig(workers=0), "sandbox.workers=0"),
+        (lambda: SandboxLimits(seconds=0), "SandboxLimits.seconds=0"),
+        (lambda: SandboxLimits(memory_mib=1), "SandboxLimits.memory_mib=1"),
+        (lambda: MontyConfig(workers=0), "MontyConfig.workers=0"),
     ):
         with pytest.raises(ConfigError, match=words):
             wrong()
