@@ -823,7 +823,7 @@ def _limits(cls: type) -> tuple[dict[str, Interval], dict[str, Any]]:
     choices = {
         name: _hints(cls)[name]
         for name in _field_names(cls)
-        if any(typing.get_origin(each) is typing.Literal for each in _union(_hints(cls)[name]))
+        if "typing.Literal" in str(_hints(cls)[name])
     }
     return intervals, choices
 

@@ -220,8 +220,7 @@ def predict_memory(
         is_sharded=config.parallel.shard and world > 1,
     )
     if isinstance(config, SupervisedConfig):
-        longest = config.max_tokens
-        facts = replace(facts, max_update_tokens=config.sft.rows_per_step * longest)
+        facts = replace(facts, max_update_tokens=config.sft.rows_per_step * config.max_tokens)
     if isinstance(config, Config):
         critic = None
         if config.advantage.needs_critic:

@@ -166,10 +166,7 @@ class _Run:
 
         self.config, self.model_files, self.path = config, model_files, directory.path
         self.directory, self.view, self.held_out = directory, view, held_out
-        kept = config.checkpoint
-        self.store = CheckpointStore(
-            self.path / "checkpoints", keep_last=kept.keep_last, keep_best=kept.keep_best
-        )
+        self.store = CheckpointStore(self.path / "checkpoints", config.checkpoint)
         self.trainer = Trainer(
             load_model(config, model_files),
             config.trainer,

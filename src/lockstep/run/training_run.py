@@ -127,11 +127,7 @@ class TrainingRun:
             config, self.parts, self.view, self.gateway, ranks=self.ranks, slots=self.slots
         )
         self.publisher.warn = self.warn
-        self.checkpoints = CheckpointStore(
-            self.path / "checkpoints",
-            keep_last=config.checkpoint.keep_last,
-            keep_best=config.checkpoint.keep_best,
-        )
+        self.checkpoints = CheckpointStore(self.path / "checkpoints", config.checkpoint)
         self._counts = self._num_updates()
 
     @property

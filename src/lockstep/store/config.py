@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from lockstep.config import Checked, Interval, at_least, require
 from lockstep.errors import ConfigError
 
-LOGGERS = ("tensorboard", "wandb", "trackio", "prometheus")
-"""Metric sinks beside the run directory's own `metrics.jsonl`; each is an extra of the package."""
+Logger = Literal["tensorboard", "wandb", "trackio", "prometheus"]
+"""A metric sink beside the run directory's own `metrics.jsonl`; each is an extra of the package."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +37,12 @@ class SampleConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordConfig:
+class RecordConfig(Checked):
     """Settings of a run's record."""
 
     keep: AllConfig | LastConfig | SampleConfig = field(default_factory=AllConfig)
     """Trajectories to keep: all, the last steps', or a sample of the groups."""
-    loggers: tuple[str, ...] = ()
+    loggers: tuple[Logger, ...] = ()
     """Trackers that get the metrics besides metrics.jsonl: tensorboard, wandb, trackio,
     prometheus."""
     project: str = "lockstep"
@@ -51,10 +51,7 @@ class RecordConfig:
     """HOST:PORT at which the prometheus logger serves the latest row, under /metrics."""
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.loggers if name not in LOGGERS]
-        if unknown:
-            known = ", ".join(LOGGERS)
-            raise ConfigError(f"record.loggers has {unknown[0]!r}; known are {known}.")
+        super().__post_init__()
         if len(set(self.loggers)) != len(self.loggers):
             raise ConfigError(f"record.loggers={self.loggers} names a logger twice.")
         host, _, port = self.prometheus.rpartition(":")

@@ -26,6 +26,7 @@ from typing import Any
 from lockstep.errors import CheckpointError
 from lockstep.store.checkpoints import FORMAT_VERSION, MANIFEST, Checkpoints, sha256_of, verify
 from lockstep.store.files import replace_directory, storage_errors, sync_tree, write_json
+from lockstep.training.config import CheckpointConfig
 from lockstep.training.critic import CRITIC, Critic
 from lockstep.training.trainer import Trainer
 
@@ -35,15 +36,12 @@ NO_SEATS: Mapping[str, Trainer] = MappingProxyType({})
 
 
 class CheckpointStore(Checkpoints):
-    """The checkpoints of one run, to write and to load.
+    """The checkpoints of one run, to write and to load. A torn one never replaces a good one."""
 
-    keep_last: number of newest ones to keep. keep_best: keep the one with the highest metric too.
-    A torn one never replaces a good one.
-    """
-
-    def __init__(self, root: str | Path, *, keep_last: int = 2, keep_best: bool = True) -> None:
+    def __init__(self, root: str | Path, kept: CheckpointConfig | None = None) -> None:
+        """kept: the checkpoints that `save` leaves; None is the default of the settings."""
         super().__init__(root)
-        self.keep_last, self.keep_best = keep_last, keep_best
+        self.kept = kept or CheckpointConfig()
 
     def save(
         self,
@@ -118,8 +116,8 @@ class CheckpointStore(Checkpoints):
         return json.loads((checkpoint / STATE).read_text("utf-8"))
 
     def _delete_old(self) -> None:
-        keep = set(self.steps()[-self.keep_last :])
-        best = self.best() if self.keep_best else None
+        keep = set(self.steps()[-self.kept.keep_last :])
+        best = self.best() if self.kept.keep_best else None
         for path, manifest in self.whole():
             if manifest.step not in keep and path != best:
                 # Renamed first: a kill within the deletion must not leave half a checkpoint.

@@ -219,7 +219,7 @@ def test_keep_sample_keeps_whole_groups_and_the_same_ones_again(tmp_path):
 
 
 def test_bad_record_settings_are_refused():
-    with pytest.raises(ConfigError, match="'wandbb'"):
+    with pytest.raises(ConfigError, match=r"wandbb.*Did you mean 'wandb'"):
         RecordConfig(loggers=("wandbb",))
     with pytest.raises(ConfigError, match="names a logger twice"):
         RecordConfig(loggers=("wandb", "wandb"))

@@ -30,7 +30,7 @@ def train(trainer, updates, *, seed=0):
 def store(tmp_path):
     """A store with checkpoints of steps 10, 20 and 30, and a trainer to write more."""
     trainer = make_trainer(tmp_path / "model")
-    store = CheckpointStore(tmp_path / "checkpoints", keep_last=3)
+    store = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(keep_last=3))
     for step in (10, 20, 30):
         train(trainer, 1, seed=step)
         store.save(step, trainer, {"step": step})
@@ -125,13 +125,13 @@ def test_a_torn_checkpoint_never_pushes_out_a_good_one(store):
     saved, trainer = store
     damage(saved.at(20), "truncated")
     damage(saved.at(30), "a file missing")
-    CheckpointStore(saved.root, keep_last=2).save(40, trainer, {})
+    CheckpointStore(saved.root, CheckpointConfig(keep_last=2)).save(40, trainer, {})
     assert saved.steps() == [10, 40]
 
 
 def test_the_last_ones_and_the_best_are_kept(tmp_path):
     trainer = make_trainer(tmp_path / "model")
-    store = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
+    store = CheckpointStore(tmp_path / "checkpoints", CheckpointConfig(keep_last=2))
     assert store.latest() is None and store.best() is None and store.steps() == []
     for step, metric in ((1, 0.2), (2, 0.9), (3, None), (4, 0.4), (5, float("nan"))):
         store.save(step, trainer, {}, metric=metric)
@@ -160,7 +160,7 @@ def test_a_kill_between_the_two_renames_of_a_replacement_loses_no_checkpoint(sto
             raise KeyboardInterrupt
         rename(old, new)
 
-    only = CheckpointStore(saved.root, keep_last=1)
+    only = CheckpointStore(saved.root, CheckpointConfig(keep_last=1))
     monkeypatch.setattr("lockstep.training.checkpoint.os.replace", dies)
     with pytest.raises(KeyboardInterrupt):
         only.save(30, trainer, {"again": True})
