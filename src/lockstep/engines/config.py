@@ -221,18 +221,11 @@ class SGLangConfig(ServedConfig):
 
     TAG: ClassVar[str] = "sglang"
     can_record_routes: ClassVar[bool] = True
+    CONFLICTS = _CONFLICTS["sglang"]
 
     deterministic: bool = False
     """Refuse a server that was started without --enable-deterministic-inference. With the flag a
     reply depends on the request's seed and not on the batch."""
-
-    def __post_init__(self) -> None:
-        ServedConfig.__post_init__(self)
-        if not self.urls:
-            raise ConfigError(
-                "engine=sglang needs a server: engine.urls=http://HOST:PORT, without /v1. "
-                "The documentation (Engines) says how to start one."
-            )
 
 
 DecoderChoice = Literal["auto", "lockstep", "vllm"]

@@ -71,7 +71,7 @@ def test_log_probs_that_are_taken_after_the_update_are_what_is_recorded(tmp_path
         (("--fault=unmerged_adapter",), r"lora\.rank=8"),
         (("--fault=ignored_window", "model=tiny-qwen3"), "model=tiny-qwen3"),
         (("--fault=dropped_separators",), "renderer=harmony"),
-        (("--fault=processed_logprobs",), "processes nothing: set its temperature"),
+        (("--fault=processed_logprobs",), "fault.top_k=0: nothing is processed"),
         (("--fault=processed_logprobs,top_p=2",), r"top_p=2.0.*\(0, 1\]"),
         (("--fault=active_dropout,prob=1",), r"prob=1.0.*\(0, 1\)"),
         (("--fault=clamped_logprobs,lowest=1",), "lowest=1.0"),

@@ -252,6 +252,7 @@ class ProcessedLogprobs(_SamplerFault):
     distribution, while the trainer's are of the raw one: vLLM's logprobs_mode=processed_logprobs,
     or SGLang's log-probs after temperature, with a trainer that ignores both."""
 
+    CONFLICTS: ClassVar = {"temperature=1 with top_p=1 top_k=0": "nothing is processed. Set one."}
     shares_weights: ClassVar = False
 
     temperature: Annotated[float, ABOVE_0] = 1.0
@@ -260,13 +261,6 @@ class ProcessedLogprobs(_SamplerFault):
     """1 is off."""
     top_k: Annotated[int, at_least(0)] = 0
     """0 is off."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.temperature, self.top_p, self.top_k) == (1.0, 1.0, 0):
-            raise ConfigError(
-                "processed_logprobs processes nothing: set its temperature, top_p or top_k."
-            )
 
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
         from lockstep.engines.registry import open_engine
