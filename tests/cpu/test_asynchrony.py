@@ -22,7 +22,7 @@ from lockstep.config import resolve
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.envs.docsearch.config import DocSearchConfig
-from lockstep.errors import ConfigError, RolloutError
+from lockstep.errors import RolloutError
 from lockstep.models.hf_io import load_checkpoint
 from lockstep.models.locate import locate_model
 from lockstep.observe.metrics import find_metric
@@ -367,19 +367,3 @@ def test_a_run_that_is_killed_goes_on_from_its_checkpoint_without_losing_a_task(
 
 
 # -- settings -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (("max_staleness=-1",), "must be at least 0"),
-        (("sync.kv=keep",), "no episode lasts over an update"),
-        (("contract=true-on-policy", "max_staleness=1", "sync.kv=keep"), "over keys of old ones"),
-        (("correction=on_policy", "max_staleness=1"), "fixes at 1 the ratio"),
-        (("correction=averaged", "max_staleness=1", "sync.kv=keep"), "averages another policy"),
-        (("engine.share_device=true", "max_staleness=1"), "sleeps while the trainer trains"),
-    ],
-)
-def test_what_cannot_be_together_is_refused(settings, said):
-    with pytest.raises(ConfigError, match=said):
-        resolve(find_recipe("quickstart"), settings)

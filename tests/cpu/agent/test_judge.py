@@ -202,36 +202,6 @@ def test_the_server_is_asked_before_a_model_is_loaded(monkeypatch):
         JudgeScorer(url="http://h/v1", model="m", api_key_variable="JUDGE_KEY").check()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, "give both"),
-        ({"prompt": "{answr}"}, "'answr'"),
-        ({"prompt": "{answer.__class__}"}, "the prompt has the field"),
-        ({"prompt": "Grade!"}, "{answer}.*{dialogue}"),
-        ({"prompt": "{answer"}, "the prompt is malformed"),
-        ({"rubric": "@no-such-file"}, "cannot be read"),
-    ],
-)
-def test_a_judge_that_cannot_be_asked_is_refused(settings, message):
-    where = {"url": "http://127.0.0.1:9/v1", "model": "m"} if settings else {}
-    with pytest.raises(ConfigError, match=message):
-        JudgeScorer(**where, **settings).check()
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"grades": (1.0, 1.0)}, {"samples": 0}, {"samples": 3}, {"temperature": -1.0},
-        {"timeout_seconds": 0.0}, {"max_in_flight": 0}, {"url": "h"},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_settings_that_make_no_sense_are_refused(settings):
-    with pytest.raises(ConfigError, match=r"JudgeScorer\."):
-        JudgeScorer(**settings)
-
-
 def test_the_whole_dialogue_can_be_judged():
     with JudgeServer('{"score": 1}') as server:
         score(judge(server, prompt="{rubric}\n{dialogue}", rubric="Be strict."))

@@ -209,23 +209,6 @@ def test_a_program_or_url_that_is_not_there_is_named():
             asyncio.run(ToolServer(address).tools())
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, "one of them"),
-        ({"command": "a", "url": "http://x"}, "one of them"),
-        ({"url": "ftp://x"}, "must begin with http"),
-        ({"command": "a 'b"}, "No closing quotation"),
-        ({"command": " "}, "names no program"),
-        ({"url": "http://x", "pass_variables": ("A",)}, "is for a command"),
-        ({"command": "x", "token_variable": "A"}, "is for a url"),
-    ],
-)
-def test_an_address_that_makes_no_sense_is_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        ServerAddress(**settings)
-
-
 def test_a_variable_that_is_not_set_is_named(monkeypatch):
     monkeypatch.delenv("LOCKSTEP_NO_SUCH", raising=False)
     with pytest.raises(ConfigError, match="LOCKSTEP_NO_SUCH"):

@@ -370,23 +370,6 @@ def test_the_loose_mode_pays_for_the_loose_verdict(tmp_path):
     assert play(InstructionsConfig(path=path, mode="loose"), task, [text])[2].reward == 1.0
 
 
-@pytest.mark.parametrize(
-    ("settings_", "text"),
-    [
-        ({"eval_path": "a.jsonl"}, "must be given with path"),
-        ({"eval_share": 0.0}, "eval_share=0.0"),
-        ({"num_instructions": (3, 2)}, "num_instructions="),
-        ({"num_turns": 0}, "num_turns=0"),
-        ({"instruction_weight": 0.0, "prompt_weight": 0.0}, "the weights"),
-        ({"prompt_weight": float("nan")}, "the weights"),
-    ],
-    ids=range(6),
-)
-def test_settings_are_checked(settings_, text):
-    with pytest.raises(ConfigError, match=text):
-        InstructionsConfig(**settings_)
-
-
 def test_too_few_turns_are_an_error_and_no_low_score():
     config = InstructionsConfig(num_turns=3)
     (task,) = config.tasks(split="eval", seed=0).take(1)

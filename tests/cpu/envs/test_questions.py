@@ -171,20 +171,6 @@ def test_a_server_is_tried_before_a_model_is_loaded(path):
         MCPConfig(path=path, command=f"{COMMAND} broken").check()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, "one of them"),
-        ({"url": "http://x", "server": "episode"}, "a url names a running"),
-        ({"command": "x", "start_seconds": 0.0}, r"start_seconds=0.0.*\b0\b"),
-        ({"command": "x", "eval_share": 1.0}, r"eval_share=1.0.*\(0, 1\)"),
-    ],
-)
-def test_settings_of_a_server_that_make_no_sense_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        MCPConfig(**settings)
-
-
 def test_white_space_and_case_are_settled_by_the_exact_scorer():
     task = Task(id="t", payload={"answer": 7.5})
     strict = ExactScorer(ignore_case=False)

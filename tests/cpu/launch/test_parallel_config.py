@@ -49,20 +49,6 @@ def test_a_head_count_that_cannot_be_split_is_refused_with_those_that_can(
         assert f"Possible are {', '.join(map(str, possible))}." in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["parallel.processes=-1"], "at least 0"),
-        (["parallel.sequence=0"], "at least 1"),
-        (["parallel.timeout_seconds=0"], "above 0"),
-        (["parallel.processes=3", "parallel.sequence=3"], r"\b4\b"),
-    ],
-)
-def test_what_cannot_be_divided_is_refused_before_a_process_is_started(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        preflight(resolve(find_recipe("quickstart"), settings))
-
-
 def test_a_fault_is_refused_in_several_processes():
     config = resolve(find_recipe("quickstart"), ["parallel.processes=2"])
     with (

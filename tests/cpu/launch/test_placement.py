@@ -8,7 +8,7 @@ from lockstep.config import resolve
 from lockstep.errors import ConfigError
 from lockstep.launch.config import ParallelConfig, RayPlacement
 from lockstep.recipes import find_recipe
-from lockstep.run.preflight import plan, preflight, read_model_files
+from lockstep.run.preflight import plan, read_model_files
 
 RAY = ("placement=ray", "parallel.processes=2", "engine.replicas=4")
 
@@ -49,21 +49,3 @@ def test_the_plan_on_gpus_says_which_process_has_which_and_how_much_memory(monke
     assert [gpu for gpu, _ in table(*servers, "engine.tensor_parallel=2")] == ["7", "5,3", "1,0"]
     with pytest.raises(ConfigError, match=r"engine\.replicas=2.*\b3\b GPU.*\b5\b"):
         table(*servers, "engine.tensor_parallel=3")
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        (("placement.trainer_gpus=2",), r"placement\.trainer_gpus=2.*\b0\b.*\b1\b"),
-        (("placement.trainer_cpus=0",), "above 0"),
-        (("placement.trainer_gpus=1",), "Give both GPUs, or neither"),
-        (
-            ("placement.trainer_gpus=1", "placement.replica_gpus=1", "engine.share_device=true"),
-            r"engine\.share_device=true",
-        ),
-        (("engine.replicas=1",), r"engine\.replicas.*\b1\b.*\b2\b"),
-    ],
-)
-def test_what_cannot_be_placed_is_refused_before_ray_is_started(settings, message):
-    with pytest.raises(ConfigError, match=message):
-        preflight(resolve(find_recipe("quickstart"), (*RAY, *settings)))

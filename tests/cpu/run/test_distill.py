@@ -95,29 +95,6 @@ def test_what_cannot_teach_is_refused_before_a_model_is_loaded(settings):
         preflight(config(*(f"distill.{each}" for each in settings.split())))
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        (("credit.compare=turn",), "rewards train nothing"),
-        (("signal.max_extra_tasks=4",), "rewards train nothing"),
-        (("advantage=gae",), "nothing would read the critic's advantages"),
-        (("agent.top_p=0.9",), "would be compared over different ids"),
-        (("parallel.sequence=2",), "works on whole rows"),
-        (("distill.reward_coef=1",), "group_size=1.*advantage=grpo"),
-        (
-            (
-                "agent.temperature=0.7", "distill.signal=sampled", "distill.teacher.engine=sglang",
-                "distill.teacher.engine.urls=http://127.0.0.1:1",
-            ),
-            "temperature 1",
-        ),
-    ],
-)  # fmt: skip
-def test_settings_that_do_not_go_together_say_so(settings, said):
-    with pytest.raises(ConfigError, match=said):
-        config(*settings)
-
-
 class Dying(FakeSGLang):
     """Answers the first step's rows, and then no more."""
 

@@ -90,19 +90,6 @@ def test_a_set_of_tasks_is_checked_before_the_run(tmp_path):
         lockstep.train(resolve(find_recipe("quickstart"), settings), out=tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("evaluation.sets.greedy.num_tasks=1", "evaluation.sets.greedy: the name is taken"),
-        ("evaluation.sets.a.temperature=-1", "temperature"),
-        ("evaluation.sets.a.num_samples=0", "num_samples"),
-    ],
-)
-def test_a_set_that_cannot_be_is_refused(setting, message):
-    with pytest.raises(ConfigError, match=message):
-        resolve(find_recipe("quickstart"), [setting])
-
-
 class _TwoSeats(TaskConfig):
     SEATS = ("first", "second")
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from lockstep.config import choices, resolve
 from lockstep.doctor.ladder import token_match
 from lockstep.engines.config import EngineConfig
-from lockstep.errors import ConfigError
 from lockstep.models.locate import locate_model
 from lockstep.recipes import find_recipe
 from lockstep.renderers.chatml import ChatMLRenderer
@@ -118,7 +117,7 @@ REFUSED = json.loads(Path(__file__).with_suffix(".json").read_text())
     REFUSED,
 )
 def test_a_fault_that_cannot_be_is_refused_before_a_model_is_loaded(overrides, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         settings, faults = split_faults(overrides)
         with injected(*faults):
             preflight(resolve(find_recipe("quickstart"), settings))

@@ -8,9 +8,7 @@ import pytest
 
 from lockstep import train
 from lockstep.config import resolve
-from lockstep.errors import ConfigError
 from lockstep.recipes import find_recipe
-from lockstep.run.preflight import preflight
 from lockstep.store.run import load_run
 from lockstep.testing.faults import injected, split_faults
 
@@ -63,25 +61,3 @@ def test_log_probs_that_are_taken_after_the_update_are_what_is_recorded(tmp_path
         if values is not None
     ]
     assert max(float(np.abs(a - b).max()) for a, b in pairs) > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--fault=unmerged_adapter",), r"lora\.rank=8"),
-        (("--fault=ignored_window", "model=tiny-qwen3"), "model=tiny-qwen3"),
-        (("--fault=dropped_separators",), "renderer=harmony"),
-        (("--fault=processed_logprobs",), "fault.top_k=0: nothing is processed"),
-        (("--fault=processed_logprobs,top_p=2",), r"top_p=2.0.*\(0, 1\]"),
-        (("--fault=active_dropout,prob=1",), r"prob=1.0.*\(0, 1\)"),
-        (("--fault=clamped_logprobs,lowest=1",), "lowest=1.0"),
-        (("--fault=quantised_logprobs,decimals=9",), r"decimals=9.*\b0\b.*\b7\b"),
-        (("--fault=wrong_boundary,by=0",), "by=0"),
-        (("--fault=padded_rows,token=<pad>",), "<pad>"),
-    ],
-)
-def test_a_fault_that_cannot_be_is_refused_before_a_model_is_loaded(words, message):
-    with pytest.raises((ConfigError, ValueError), match=message):
-        settings, faults = split_faults(words)
-        with injected(*faults):
-            preflight(resolve(find_recipe("quickstart"), settings))
