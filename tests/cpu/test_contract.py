@@ -119,11 +119,6 @@ def test_none_says_that_nothing_is_promised_and_its_fingerprint_is_stored_all_th
     assert Fingerprint(**environment["fingerprint"]).ops == "plain"
 
 
-def test_a_contract_of_an_unknown_name_is_refused_before_anything_is_loaded():
-    with pytest.raises(ConfigError, match=r"contract=true_on_policy.*'true-on-policy'"):
-        resolve(find_recipe("quickstart"), ["contract=true_on_policy"])
-
-
 @dataclass(frozen=True, kw_only=True)
 class ElsewhereConfig(EngineConfig):
     """An engine that does not say what computes its numbers."""

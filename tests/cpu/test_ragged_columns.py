@@ -6,7 +6,7 @@ from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.errors import AlignmentError, ConfigError, TokenError
+from lockstep.errors import AlignmentError, TokenError
 from lockstep.types import Ragged, Sample, SamplingParams, Trajectory
 
 LISTS = st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=5), max_size=8)
@@ -118,11 +118,6 @@ def test_a_ragged_column_has_an_entry_per_token_and_is_no_array():
         sample(ragged={"turn": Ragged.empty(2)})
     row.set("support", Ragged.of([[], [2, 1]]))
     assert lists_of(row.ragged["support"]) == [[], [2, 1]]
-
-
-def test_a_support_is_recorded_with_the_log_probs_over_it_or_not_at_all():
-    with pytest.raises(ConfigError, match=r"record_support=True.*distribution='sampled'"):
-        SamplingParams(max_tokens=1, top_k=3, record_support=True)
 
 
 @pytest.mark.parametrize(

@@ -271,19 +271,6 @@ def test_a_score_replaces_whatever_the_agent_posted(tmp_path):
     assert trajectory.metrics["gateway/ignored_rewards"] == 2
 
 
-def test_a_command_is_checked_before_a_model_is_loaded():
-    with pytest.raises(ConfigError, match=r"task\.command"):
-        AgentProgramConfig().check()
-    with pytest.raises(ConfigError, match="'no-such-agent'"):
-        AgentProgramConfig(command="no-such-agent --fast").check()
-    with pytest.raises(ConfigError, match="cannot be read: No closing quotation"):
-        AgentProgramConfig(command='python "my').check()
-    with pytest.raises(ConfigError, match="eval_share=0"):
-        ConnectConfig(eval_share=0)
-    with pytest.raises(ConfigError, match="wait_seconds=-1"):
-        ConnectConfig(wait_seconds=-1)
-
-
 def test_tasks_of_a_file_are_any_objects_and_a_share_is_held_out(tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text("\n".join(json.dumps({"repo": n, "id": f"r{n}"}) for n in range(40)))

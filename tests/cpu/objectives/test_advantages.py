@@ -152,9 +152,3 @@ def test_a_group_of_one_with_a_group_baseline_is_refused_before_anything_runs():
         match = f"group_size=1 .*advantage={chosen}.*baseline=batch.*advantage=gae"
         with pytest.raises(ConfigError, match=match):
             replace(config, advantage=advantage, group_size=1)
-
-
-def test_settings_that_say_nothing_are_refused():
-    with pytest.raises(ConfigError, match=r"that is advantage=grpo advantage\.normalize_std=false"):
-        advantage = ReinforcePlusPlus(baseline="group", normalize_std=False)
-        replace(find_recipe("quickstart"), advantage=advantage)

@@ -201,11 +201,6 @@ def test_a_tokenizer_without_the_control_tokens_is_refused_with_all_their_names(
         assert name in str(caught.value).partition("It has")[0]
 
 
-def test_an_unknown_thinking_policy_is_refused():
-    with pytest.raises(ConfigError, match=r"ChatMLConfig\.thinking=some"):
-        ChatMLConfig(thinking="some")
-
-
 RUNS = st.one_of(
     st.sampled_from(sorted(TOKENIZER.control_ids)).map(lambda id_: [id_]),
     st.sampled_from(["\n", "\n\n", "x", "\u4e2d", '{"name": "f", "arguments": {}}']).map(

@@ -20,15 +20,13 @@ from broken_engines import (
     publisher_of,
 )
 
-from lockstep.config import resolve
 from lockstep.engines.embedded.engine import EmbeddedEngine
-from lockstep.errors import CapabilityError, ConfigError, EngineError
+from lockstep.errors import CapabilityError, EngineError
 from lockstep.models.hf_io import HFTensors, hf_tensors
 from lockstep.models.locate import locate_model
 from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, lora_shape
 from lockstep.models.peft_io import load_adapter
-from lockstep.recipes import find_recipe
 from lockstep.sync.config import SyncConfig
 from lockstep.sync.directory import WeightsDirectory
 from lockstep.sync.publisher import Publisher, choose_form
@@ -239,13 +237,6 @@ def test_versions_that_a_killed_run_has_left_are_removed(tmp_path):
     (tmp_path / "v000008").mkdir()
     WeightsDirectory(tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-def test_settings_that_cannot_be_are_refused():
-    with pytest.raises(ConfigError, match=r"SyncConfig\.verify_every="):
-        SyncConfig(verify_every=-1)
-    with pytest.raises(ConfigError, match="there is nothing to qualify"):
-        resolve(find_recipe("quickstart"), ["sync.form=shared", "sync.qualify=on"])
 
 
 # -- following -------------------------------------------------------------------------------------

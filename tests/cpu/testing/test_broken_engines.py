@@ -156,11 +156,6 @@ def test_when_no_replica_is_left_the_run_stops_and_says_why(num, tmp_path):
     assert len(sampled(load_run(tmp_path / "run"))) == 2 * GROUPS * SAMPLES
 
 
-def test_settings_of_a_pool_that_is_none_are_refused():
-    with pytest.raises(ConfigError, match=r"engine\.pool\.\*"):
-        resolve(find_recipe("quickstart"), ["engine.pool.load_seconds=2"])
-
-
 def test_a_fault_of_a_replica_that_is_not_there_is_refused():
     config = resolve(find_recipe("quickstart"), QUICK)
     with (

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_training import KINDS, assert_same_bits, make_rows, make_trainer, snapshot
 
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.errors import CheckpointError
 from lockstep.models.hf_io import load_checkpoint
 from lockstep.objectives.config import Reinforce
 from lockstep.training.checkpoint import CheckpointStore, verify
@@ -220,10 +220,3 @@ def test_a_later_format_is_refused_by_number(store):
     path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 99}))
     with pytest.raises(CheckpointError, match="99"):
         verify(saved.at(30))
-
-
-def test_settings_that_keep_nothing_are_refused():
-    with pytest.raises(ConfigError, match=r"CheckpointConfig\.keep_last=0"):
-        CheckpointConfig(keep_last=0)
-    with pytest.raises(ConfigError, match=r"CheckpointConfig\.every=-1"):
-        CheckpointConfig(every=-1)

@@ -5,12 +5,10 @@ import pytest
 import torch
 from tiny_training import KINDS, assert_same_bits, make_critic, make_rows, make_trainer, snapshot
 
-from lockstep.errors import ConfigError
 from lockstep.models.moe import Routing
 from lockstep.objectives.config import PPOClip
 from lockstep.ops.base import Ops
 from lockstep.ops.invariant import InvariantOps
-from lockstep.training.config import TrainerConfig
 
 BACKENDS = {"plain": Ops(), "invariant": InvariantOps()}
 LENGTHS = [9, 31, 14, 22, 40, 12]
@@ -114,8 +112,3 @@ def test_a_forward_without_gradient_runs_each_block_once(tmp_path):
     assert len(runs) == 2
     trainer.update(make_rows([20]), PPOClip())
     assert len(runs) == 2 + 4
-
-
-def test_an_unknown_way_to_recompute_is_refused():
-    with pytest.raises(ConfigError, match=r"TrainerConfig\.recompute=block.*'blocks'"):
-        TrainerConfig(recompute="block")  # pyright: ignore[reportArgumentType]

@@ -175,11 +175,6 @@ def test_nothing_runs_without_isolation_and_no_setting_makes_it_so():
         SandboxConfig().open()
 
 
-def test_bubblewrap_is_missed_with_the_way_to_get_it():
-    with pytest.raises(ConfigError, match="apt install bubblewrap"):
-        BubblewrapConfig(command="no-such-bwrap").check()
-
-
 def test_a_host_that_forbids_namespaces_is_named(tmp_path):
     fake = tmp_path / "bwrap"
     fake.write_text(
