@@ -20,8 +20,7 @@ from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.engines.config import EmbeddedConfig
-from lockstep.errors import CapabilityError, CheckpointError, ConfigError, EngineError
+from lockstep.errors import CapabilityError, CheckpointError, EngineError
 from lockstep.models.hf_io import hf_tensors
 
 KEYED = ("qwen3", "gpt_oss", "latent")
@@ -690,13 +689,3 @@ def test_a_step_that_breaks_fails_every_request_with_its_cause():
 
     for error in asyncio.run(run()):
         assert isinstance(error, EngineError) and "RuntimeError" in str(error)
-
-
-def test_settings_that_cannot_work_are_refused():
-    for settings_, text in (
-        ({"page_size": 0}, "page_size=0"),
-        ({"max_step_tokens": 8, "max_num_sequences": 9}, "max_num_sequences=9"),
-        ({"kv_cache_tokens": 100}, "page_size=128"),
-    ):
-        with pytest.raises(ConfigError, match=text):
-            EmbeddedConfig(**settings_)

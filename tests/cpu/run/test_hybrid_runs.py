@@ -7,9 +7,7 @@ import pytest
 from lockstep.config import resolve
 from lockstep.doctor.diagnose import diagnose
 from lockstep.doctor.monitor import train
-from lockstep.errors import ConfigError
 from lockstep.recipes import find_recipe
-from lockstep.run.preflight import preflight
 from lockstep.store.run import load_run
 
 SMALL = [
@@ -58,10 +56,3 @@ def test_a_resumed_run_is_the_one_that_had_not_stopped(tmp_path):
     of = {k for k in steps_of(whole)[-1] if k.startswith(("train/loss", "reward", "mismatch/"))}
     last, again = ({k: steps_of(run)[-1][k] for k in of} for run in (whole, cut))
     assert of and json.dumps(last, sort_keys=True) == json.dumps(again, sort_keys=True)
-
-
-def test_tokens_of_a_row_are_not_divided_over_processes():
-    words = ["parallel.processes=2", "parallel.sequence=2"]
-    message = "parallel.sequence=2 divides attention's heads, and 1 of 2 layers of qwen3_next"
-    with pytest.raises(ConfigError, match=message):
-        preflight(resolve(find_recipe("quickstart"), [*SMALL, *words]))
