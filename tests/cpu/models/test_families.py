@@ -16,6 +16,8 @@ from lockstep.models.attention_config import (
 from lockstep.models.config import FallbackConfig, ModelConfig
 
 HUB = json.loads(Path(__file__).with_name("hub_configs.json").read_text())
+REFUSED = json.loads(Path(__file__).with_name("refused_configs.json").read_text())
+"""[model, changes of its config.json, what the error matches]. A "(gone)" key is missing."""
 READ = {
     "Olmo-3-7B": {
         "windows": (4096, 4096, 4096, None) * 8,
@@ -115,7 +117,7 @@ def test_the_configs_of_the_hub_are_read(name):
 
 
 def changed(name, **values):
-    return {k: v for k, v in {**HUB[name], **values}.items() if v is not ...}
+    return {k: v for k, v in {**HUB[name], **values}.items() if v not in (..., "(gone)")}
 
 
 @pytest.mark.parametrize(
@@ -177,48 +179,7 @@ def test_a_rope_for_each_kind_of_layer_reads_like_the_older_spelling():
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
-        ("Qwen3-8B", {"hidden_act": "gelu"}, 'hidden_act="gelu".*"silu"'),
-        ("Llama-3.1-8B", {"mlp_bias": True}, "mlp_bias=true"),
-        ("Llama-3.1-8B", {"is_causal": False}, "is_causal=false"),
-        ("Llama-3.1-8B", {"is_causal": None}, "is_causal=null"),
-        ("Llama-3.1-8B", {"sliding_window": 512}, "sliding_window=512"),
-        ("Qwen2.5-0.5B", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5"),
-        ("gpt-oss-20b", {"swiglu_alpha": 2.0}, r"swiglu_alpha=2\.0"),
-        ("gemma-3-1b", {"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30\.0"),
-        ("gemma-3-1b", {"hidden_activation": "gelu"}, '"gelu_pytorch_tanh"'),
-        (
-            "Olmo-3-7B",
-            {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}, "rope_scaling": ...},
-            "rope_type='yarn'.*sliding_attention",
-        ),
-        ("gpt-oss-20b", {"rope_scaling": ..., "rope_theta": ...}, "rope_parameters"),
-        (
-            "Qwen3-8B",
-            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
-            "rope_type='dynamic'.*llama3",
-        ),
-        (
-            "Qwen3-8B",
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attn_factor": 3.0}},
-            r"attn_factor=3\.0.*rope_type='yarn'",
-        ),
-        ("Qwen3-8B", {"rope_scaling": {"type": "default", "mrope_section": [1, 1]}}, "mrope"),
-        ("Qwen3-8B", {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "by layer type"),
-        (
-            "gemma-3-1b",
-            {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": ...},
-            "full_attention.*sliding_attention",
-        ),
-        (
-            "Llama-3.1-8B",
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            "low_freq_factor.*rope_type='llama3'.*high_freq_factor",
-        ),
-        (
-            "Qwen3-8B",
-            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            "'gptq'.*mxfp4.*gpt_oss",
-        ),
+        *REFUSED,
         ("Qwen3-8B", {"layer_types": ["full_attention"] * 35}, "num_hidden_layers=36"),
         ("Qwen3-8B", {"layer_types": ["sliding_attention"] * 36}, "sliding_window"),
         (
@@ -226,20 +187,6 @@ def test_a_rope_for_each_kind_of_layer_reads_like_the_older_spelling():
             {"layer_types": ["linear_attention"] * 47 + ["mamba"]},
             "layer_types.*num_hidden_layers=48.*full_attention.*linear_",
         ),
-        (
-            "Qwen3-Next-80B-A3B",
-            {"linear_num_value_heads": 24},
-            "linear_num_value_heads=24.*linear_num_key_heads=16",
-        ),
-        ("Qwen3-Next-80B-A3B", {"linear_conv_kernel_dim": 1}, "at least 2"),
-        ("Qwen3-8B", {"num_key_value_heads": 5}, "32.*num_key_value_heads=5"),
-        ("Qwen3-8B", {"hidden_size": "4096"}, 'hidden_size="4096"'),
-        ("Qwen3-8B", {"rms_norm_eps": math.nan}, "rms_norm_eps=NaN"),
-        ("Qwen3-8B", {"rms_norm_eps": "1e-6"}, 'rms_norm_eps="1e-6"'),
-        ("Qwen3-8B", {"rope_theta": 0}, r"rope_theta=0.*\b0\b"),
-        ("gpt-oss-20b", {"swiglu_limit": math.inf}, "swiglu_limit=Infinity"),
-        ("Qwen3-8B", {"num_attention_heads": 10**12}, "65536"),
-        ("Qwen3-8B", {"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000"),
     ],
 )
 def test_what_would_change_the_numbers_is_refused_with_key_and_value(name, values, message):
