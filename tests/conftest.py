@@ -1,5 +1,7 @@
 """Shared by all tests: what is set before torch starts."""
 
+import asyncio
+import inspect
 import os
 import signal
 from pathlib import Path
@@ -46,6 +48,16 @@ def plain_interrupts():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """A test may be a coroutine: it runs in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k takes tests away

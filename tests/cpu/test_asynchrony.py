@@ -210,33 +210,27 @@ def test_turns_are_scored_again_by_the_weights_that_sampled_them_or_not_at_all(t
         assert abs(row["noise/sampling_bias"]) < 1e-5
 
 
-def test_without_staleness_a_run_is_the_plain_loop_bit_for_bit(tmp_path):
+async def test_without_staleness_a_run_is_the_plain_loop_bit_for_bit(tmp_path):
     config = replace(config_of("steps=2", "contract=auto"), task=DocSearchConfig())
     outcome = train(config, out=tmp_path / "run", view="json")
     parts = build(config, preflight(config))
     engine, trainer = parts.engine, parts.trainer
     tasks = config.task.tasks(split="train", seed=config.seed)
     assert trainer.model is parts.model, "one copy of the weights"
-
-    async def plain_loop():
-        for step in range(config.steps):
-            await engine.load_weights(None, version=trainer.version)
-            groups = await collect(
-                Policy(
-                    engine, parts.renderer, training_sampling(config.agent, engine.capabilities)
-                ),
-                lambda task: config.task.environment(task, config.agent),
-                tasks.take(config.groups_per_step),
-                group_size=config.group_size,
-                budget=Budget.of(config.agent, max_tokens=config.max_tokens),
-                run_seed=config.seed,
-                options=RolloutOptions(step=step),
-            )
-            trainer.update(
-                rows_for_training(groups, config.advantage), config.objective, config.correction
-            )
-
-    asyncio.run(plain_loop())
+    for step in range(config.steps):
+        await engine.load_weights(None, version=trainer.version)
+        groups = await collect(
+            Policy(engine, parts.renderer, training_sampling(config.agent, engine.capabilities)),
+            lambda task: config.task.environment(task, config.agent),
+            tasks.take(config.groups_per_step),
+            group_size=config.group_size,
+            budget=Budget.of(config.agent, max_tokens=config.max_tokens),
+            run_seed=config.seed,
+            options=RolloutOptions(step=step),
+        )
+        trainer.update(
+            rows_for_training(groups, config.advantage), config.objective, config.correction
+        )
     *_, newest = load_run(outcome.path).checkpoints().values()
     found = load_checkpoint(newest / "policy")
     for name, parameter in trainer.model.named_parameters():
@@ -256,7 +250,7 @@ def logprobs_under(model, ids, temperature=1.0):
 
 
 @pytest.mark.parametrize("kv", ["drop", "keep"])
-def test_each_segment_of_a_turn_has_the_log_probs_of_its_own_weights(kv):
+async def test_each_segment_of_a_turn_has_the_log_probs_of_its_own_weights(kv):
     path = locate_model("tiny-gpt-oss")
     sampled = load_checkpoint(path).requires_grad_(False)
     trained = deepcopy(sampled).requires_grad_(True)
@@ -269,23 +263,18 @@ def test_each_segment_of_a_turn_has_the_log_probs_of_its_own_weights(kv):
         id="a", prompt_ids=np.arange(300, 320, dtype=np.int32),
         sampling=SamplingParams(max_tokens=24), seed=3, stream=True,
     )  # fmt: skip
-
-    async def sample():
-        deltas = []
-        await publisher.publish(0)
-        async for delta in engine.generate(request):
-            deltas.append(delta)
-            if len(deltas) in (6, 14):
-                with torch.no_grad():
-                    for parameter in trained.parameters():
-                        parameter.mul_(1.02)
-                assert not torch.equal(trained.embedding, sampled.embedding), "its own memory"
-                version = len(versions)
-                versions[version] = deepcopy(trained)
-                await publisher.publish(version)
-        return deltas
-
-    deltas = asyncio.run(sample())
+    deltas = []
+    await publisher.publish(0)
+    async for delta in engine.generate(request):
+        deltas.append(delta)
+        if len(deltas) in (6, 14):
+            with torch.no_grad():
+                for parameter in trained.parameters():
+                    parameter.mul_(1.02)
+            assert not torch.equal(trained.embedding, sampled.embedding), "its own memory"
+            version = len(versions)
+            versions[version] = deepcopy(trained)
+            await publisher.publish(version)
     assert [d.policy_version for d in deltas if d.finish_reason == "weight_update"] == [0, 1]
     path = np.concatenate([request.prompt_ids, *(d.token_ids for d in deltas)])
     found = np.concatenate([d.logprobs for d in deltas])

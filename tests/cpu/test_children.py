@@ -185,22 +185,16 @@ def test_requests_beside_each_other_end_in_the_order_of_their_work(tmp_path):
     child.close(seconds=5)
 
 
-def test_a_cancelled_request_is_told_to_the_child_and_its_end_to_the_others(tmp_path):
+async def test_a_cancelled_request_is_told_to_the_child_and_its_end_to_the_others(tmp_path):
     child = child_of(BESIDE, tmp_path)
-
-    async def ask() -> None:
-        await child.ask_concurrently({"wait": 0})
-        first, second = (
-            asyncio.create_task(child.ask_concurrently({"wait": 600})) for _ in range(2)
-        )
-        await asyncio.sleep(0.3)
-        first.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await first
-        with pytest.raises(ChildError, match=r"7(.|\n)*cancelled 2\b"):
-            await second
-
-    asyncio.run(ask())
+    await child.ask_concurrently({"wait": 0})
+    first, second = (asyncio.create_task(child.ask_concurrently({"wait": 600})) for _ in range(2))
+    await asyncio.sleep(0.3)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    with pytest.raises(ChildError, match=r"7(.|\n)*cancelled 2\b"):
+        await second
 
 
 def test_a_child_ends_with_the_object_that_holds_it(tmp_path):

@@ -1,7 +1,6 @@
 """Every notebook in examples/ runs, and shows what it computed."""
 
 import ast
-import asyncio
 import json
 import re
 from importlib.util import find_spec
@@ -23,21 +22,19 @@ def code_cells(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_the_cells_of_a_notebook_run_in_order_inside_an_event_loop(path, tmp_path, monkeypatch):
+async def test_the_cells_of_a_notebook_run_in_order_inside_an_event_loop(
+    path, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     known, shown = {"__name__": "__main__"}, []
-
-    async def run_cells():
-        for number, text in enumerate(code_cells(path)):
-            tree = ast.parse(text)
-            last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
-            exec(compile(tree, f"cell {number}", "exec"), known)
-            if last is not None:
-                value = eval(compile(ast.Expression(last.value), f"cell {number}", "eval"), known)
-                shown.append(value._repr_html_())
-                assert len(repr(value)) < 400
-
-    asyncio.run(run_cells())
+    for number, text in enumerate(code_cells(path)):
+        tree = ast.parse(text)
+        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, f"cell {number}", "exec"), known)
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), f"cell {number}", "eval"), known)
+            shown.append(value._repr_html_())
+            assert len(repr(value)) < 400
     assert len(shown) >= 4 and all(page.startswith("<") for page in shown)
 
 

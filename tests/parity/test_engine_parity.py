@@ -42,7 +42,7 @@ def make_hf(kind, seed, tie):
 
 @pytest.mark.parametrize("resident", [True, False])
 @pytest.mark.parametrize(("kind", "tie"), [("gpt_oss", False), ("qwen3", True), ("qwen3", False)])
-def test_greedy_replies_equal_generate(kind, tie, resident, tmp_path):
+async def test_greedy_replies_equal_generate(kind, tie, resident, tmp_path):
     """Prompts of unlike lengths in one ragged batch, with little memory, against one at a time.
 
     Where the engine's token differs, the two best logits must be a tie to rounding.
@@ -64,10 +64,7 @@ def test_greedy_replies_equal_generate(kind, tie, resident, tmp_path):
         async for delta in engine.generate(request):
             found[number] = delta
 
-    async def ask_all():
-        await asyncio.gather(*(ask(i) for i in range(len(prompts))))
-
-    asyncio.run(ask_all())
+    await asyncio.gather(*(ask(i) for i in range(len(prompts))))
     num_equal = 0
     for number, ids in enumerate(prompts):
         row = torch.from_numpy(ids.astype(np.int64))[None]

@@ -248,17 +248,13 @@ def test_counters_say_what_was_encoded_prefilled_and_called():
 # -- weight updates ---------------------------------------------------------------------------
 
 
-def test_a_turn_that_crosses_a_weight_update_is_two_segments_of_one_turn():
+async def test_a_turn_that_crosses_a_weight_update_is_two_segments_of_one_turn():
     engine = FakeEngine(calls_then_answers(1), tokens_per_step=4, step_seconds=0.02)
-
-    async def main():
-        environment = Looks()
-        episode = asyncio.create_task(one_episode(engine, RENDERER, environment, max_tokens=1000))
-        await asyncio.sleep(0.05)
-        await engine.load_weights(None, version=1)
-        return await episode, environment
-
-    trajectory, environment = asyncio.run(main())
+    environment = Looks()
+    episode = asyncio.create_task(one_episode(engine, RENDERER, environment, max_tokens=1000))
+    await asyncio.sleep(0.05)
+    await engine.load_weights(None, version=1)
+    trajectory = await episode
     first, second = [s for s in trajectory.segments if s.is_sampled and s.turn == 0]
     assert (first.finish_reason, first.policy_version) == ("weight_update", 0)
     assert (second.finish_reason, second.policy_version) == ("stop", 1)
@@ -732,25 +728,21 @@ def test_rewards_of_turns_go_to_their_segments():
     assert rewards == [0.25, None, -1.0] and trajectory.reward == 2.0
 
 
-def test_cancelling_closes_every_environment_and_ends_every_request():
+async def test_cancelling_closes_every_environment_and_ends_every_request():
     environments: list[Looks] = []
 
     def make(task: Task) -> Environment:
         environments.append(Looks())
         return environments[-1]
 
-    async def main():
-        engine = FakeEngine(lambda request: CALL, tokens_per_step=1, step_seconds=0.005)
-        job = asyncio.create_task(
-            all_groups(engine, RENDERER, make, TASKS, group_size=4, slots=EpisodeSlots(9))
-        )
-        await asyncio.sleep(0.05)
-        job.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await job
-        return engine
-
-    engine = asyncio.run(main())
+    engine = FakeEngine(lambda request: CALL, tokens_per_step=1, step_seconds=0.005)
+    job = asyncio.create_task(
+        all_groups(engine, RENDERER, make, TASKS, group_size=4, slots=EpisodeSlots(9))
+    )
+    await asyncio.sleep(0.05)
+    job.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await job
     assert len(environments) == 9 and {e.num_closed for e in environments} == {1}
     assert not engine._running
 

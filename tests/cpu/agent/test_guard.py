@@ -176,7 +176,7 @@ def test_a_hook_that_swallows_its_cancellation_does_not_hang_the_run(method):
 # -- the guard itself -----------------------------------------------------------------------------
 
 
-def test_a_late_hook_cleans_up_and_its_own_time_limits_still_work():
+async def test_a_late_hook_cleans_up_and_its_own_time_limits_still_work():
     cleaned = []
 
     async def has_limits():
@@ -191,16 +191,13 @@ def test_a_late_hook_cleans_up_and_its_own_time_limits_still_work():
             await asyncio.sleep(0.01)
             cleaned.append("clean")
 
-    async def main():
-        with pytest.raises(TookTooLong, match=r"0.1 s \(agent.x\)"):
-            await guarded(has_limits, seconds=0.1, setting="agent.x")
-        assert asyncio.current_task().cancelling() == 0
-        await asyncio.sleep(0)  # no cancellation is left over
-        with pytest.raises(TimeoutError) as own:
-            await guarded(raises_timeout, seconds=1.0)
-        assert not isinstance(own.value, TookTooLong)
-
-    asyncio.run(main())
+    with pytest.raises(TookTooLong, match=r"0.1 s \(agent.x\)"):
+        await guarded(has_limits, seconds=0.1, setting="agent.x")
+    assert asyncio.current_task().cancelling() == 0
+    await asyncio.sleep(0)  # no cancellation is left over
+    with pytest.raises(TimeoutError) as own:
+        await guarded(raises_timeout, seconds=1.0)
+    assert not isinstance(own.value, TookTooLong)
     assert cleaned == ["own limit", "clean"]
 
 
@@ -228,19 +225,16 @@ def test_cancelling_the_caller_cancels_the_hook_and_comes_through():
     assert asyncio.run(main()) and ended == [True]
 
 
-def test_a_hook_that_cancels_its_task_and_returns_leaves_nothing_pending():
+async def test_a_hook_that_cancels_its_task_and_returns_leaves_nothing_pending():
     async def hook():
         asyncio.current_task().cancel()
         return 5
 
-    async def main():
-        assert await guarded(hook, seconds=1) == 5
-        await asyncio.sleep(0)
-        with pytest.raises(ForeignExit, match="CancelledError"):
-            await guarded(cancels_itself, seconds=1)
-        await asyncio.sleep(0)
-
-    asyncio.run(main())
+    assert await guarded(hook, seconds=1) == 5
+    await asyncio.sleep(0)
+    with pytest.raises(ForeignExit, match="CancelledError"):
+        await guarded(cancels_itself, seconds=1)
+    await asyncio.sleep(0)
 
 
 def test_hooks_may_be_plain_functions_and_nest():
@@ -252,13 +246,10 @@ def test_hooks_may_be_plain_functions_and_nest():
     assert asyncio.run(guarded(outer, seconds=5)) == 2
 
 
-def test_a_harness_that_exits_fails_its_episode():
+async def test_a_harness_that_exits_fails_its_episode():
     class Exits(Harness):
         async def run(self, task, endpoint):
             raise SystemExit(1)
 
-    async def main():
-        with pytest.raises(ForeignExit, match="SystemExit: 1"):
-            await guarded(lambda: Exits().run(None, None))
-
-    asyncio.run(main())
+    with pytest.raises(ForeignExit, match="SystemExit: 1"):
+        await guarded(lambda: Exits().run(None, None))

@@ -272,7 +272,9 @@ time.sleep(600)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells who started a daemon")
 @pytest.mark.parametrize("kind", ["daemon", "plain"])
-def test_a_server_that_leaves_its_session_and_its_daemons_end_with_the_connection(kind, tmp_path):
+async def test_a_server_that_leaves_its_session_and_its_daemons_end_with_the_connection(
+    kind, tmp_path
+):
     script = tmp_path / "wild_server.py"
     script.write_text(DAEMON)
 
@@ -286,12 +288,9 @@ def test_a_server_that_leaves_its_session_and_its_daemons_end_with_the_connectio
                 )
         return found
 
-    async def main():
-        server = ToolServer(ServerAddress(command=f"python {script} {kind}"))
-        (entry,) = await server.tools()
-        assert int((await entry.function()).text) > 0
-        assert len(left()) >= 2
-        await server.close()
-
-    asyncio.run(main())
+    server = ToolServer(ServerAddress(command=f"python {script} {kind}"))
+    (entry,) = await server.tools()
+    assert int((await entry.function()).text) > 0
+    assert len(left()) >= 2
+    await server.close()
     assert left() == []

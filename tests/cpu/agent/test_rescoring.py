@@ -248,24 +248,21 @@ def test_an_engine_that_scores_too_few_ids_is_not_believed_and_nobody_waits_for_
     assert "scored 4 ids of the 5" in found.error
 
 
-def test_giving_up_leaves_no_scoring_behind():
-    async def main():
-        class Hangs(NoisyScores):
-            async def score(self, token_ids, **options):
-                self.asked.append((token_ids, options))
-                await asyncio.Event().wait()
+async def test_giving_up_leaves_no_scoring_behind():
+    class Hangs(NoisyScores):
+        async def score(self, token_ids, **options):
+            self.asked.append((token_ids, options))
+            await asyncio.Event().wait()
 
-        engine = Hangs()
-        rescorer = Rescorer(engine, num_scorings=2, temperature=1.0)
-        trajectory, leaf = turn_over_an_update(0)
-        rescorer.add(trajectory, leaf)
-        for _ in range(3):
-            await asyncio.sleep(0)
-        assert len(engine.asked) == 1
-        await rescorer.close()
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(main())
+    engine = Hangs()
+    rescorer = Rescorer(engine, num_scorings=2, temperature=1.0)
+    trajectory, leaf = turn_over_an_update(0)
+    rescorer.add(trajectory, leaf)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert len(engine.asked) == 1
+    await rescorer.close()
+    assert len(asyncio.all_tasks()) == 1
 
 
 def test_no_episode_is_scored_to_nothing():

@@ -249,24 +249,18 @@ def test_a_tool_that_hangs_is_given_up_in_time():
     assert counters == {"tool/calls": 1, "tool/timeouts": 1}
 
 
-def test_a_coroutine_that_swallows_its_cancellation_is_given_up_too():
-    async def measure():
-        began = time.monotonic()
-        runner = ToolRunner([hangs_and_will_not_be_cancelled], ToolLimits(timeout_seconds=0.05))
-        _, counters = await runner.run([call("hangs_and_will_not_be_cancelled")])
-        return time.monotonic() - began, counters
-
-    seconds, counters = asyncio.run(measure())
+async def test_a_coroutine_that_swallows_its_cancellation_is_given_up_too():
+    began = time.monotonic()
+    runner = ToolRunner([hangs_and_will_not_be_cancelled], ToolLimits(timeout_seconds=0.05))
+    _, counters = await runner.run([call("hangs_and_will_not_be_cancelled")])
+    seconds = time.monotonic() - began
     assert seconds < 1.5 and counters["tool/timeouts"] == 1
 
 
-def test_hanging_tools_do_not_keep_others_waiting_and_leave_only_daemons():
-    async def many():
-        runner = ToolRunner([hangs], ToolLimits(timeout_seconds=0.1))
-        stuck = [runner.call(call("hangs", seconds=0.8)) for _ in range(100)]
-        return await asyncio.gather(*stuck, runner.call(call("hangs", seconds=0.0)))
-
-    *stuck, quick = asyncio.run(many())
+async def test_hanging_tools_do_not_keep_others_waiting_and_leave_only_daemons():
+    runner = ToolRunner([hangs], ToolLimits(timeout_seconds=0.1))
+    stuck = [runner.call(call("hangs", seconds=0.8)) for _ in range(100)]
+    *stuck, quick = await asyncio.gather(*stuck, runner.call(call("hangs", seconds=0.0)))
     assert quick[0].text == "woke up"
     assert {outcome for _, outcome in stuck} == {"timeouts"}
     left = [t for t in threading.enumerate() if t.name == "lockstep-tool"]
@@ -407,16 +401,13 @@ class Sums(ToolEnvironment):
         return Score(reward=float(self.answer == "5"))
 
 
-def test_a_user_gives_tools_reset_and_score_only():
-    async def episode():
-        sums = Sums()
-        await sums.reset()
-        first = await sums.step(Message(role="assistant", tool_calls=(call("add", a=2, b=3),)))
-        broken = await sums.step(Message(role="assistant", content="?", parse_error="no channel"))
-        last = await sums.step(Message(role="assistant", content="5"))
-        return first, broken, last, await sums.score()
-
-    first, broken, last, score = asyncio.run(episode())
+async def test_a_user_gives_tools_reset_and_score_only():
+    sums = Sums()
+    await sums.reset()
+    first = await sums.step(Message(role="assistant", tool_calls=(call("add", a=2, b=3),)))
+    broken = await sums.step(Message(role="assistant", content="?", parse_error="no channel"))
+    last = await sums.step(Message(role="assistant", content="5"))
+    score = await sums.score()
     assert [m.content for m in first.messages] == ["5"] and not first.done
     assert first.metrics == {"tool/calls": 1}
     assert "no channel" in broken.messages[0].content and not broken.done

@@ -114,24 +114,20 @@ def test_the_support_reaches_the_training_row_token_by_token(tokens_per_step):
         assert ids.tolist() == wanted
 
 
-def test_a_reply_over_a_weight_update_has_the_support_of_each_part():
+async def test_a_reply_over_a_weight_update_has_the_support_of_each_part():
     engine = FakeEngine(
         lambda request: ANSWER, support=kept_of, tokens_per_step=1, step_seconds=0.001
     )
     config = AgentConfig(top_k=3)
-
-    async def main():
-        sampling = training_sampling(config, engine.capabilities)
-        playing = asyncio.ensure_future(
-            one_episode(engine, RENDERER, OneTurn(), sampling=sampling, max_tokens=1000)
-        )
-        while not engine.requests:
-            await asyncio.sleep(0)
-        await asyncio.sleep(0.003)
-        await engine.load_weights(None, version=1)
-        return await playing
-
-    trajectory = asyncio.run(main())
+    sampling = training_sampling(config, engine.capabilities)
+    playing = asyncio.ensure_future(
+        one_episode(engine, RENDERER, OneTurn(), sampling=sampling, max_tokens=1000)
+    )
+    while not engine.requests:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.003)
+    await engine.load_weights(None, version=1)
+    trajectory = await playing
     sampled = [s for s in trajectory.segments if s.is_sampled]
     assert [s.finish_reason for s in sampled] == ["weight_update", "stop"], trajectory.error
     assert [len(s.support) for s in sampled] == [len(s) for s in sampled]

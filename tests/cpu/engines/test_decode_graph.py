@@ -137,17 +137,12 @@ def test_a_graph_draws_the_same_tokens_to_the_bit_over_random_schedules(kind, se
         assert capture.num_replays > 5
 
 
-def test_tokens_on_either_side_of_an_update_have_the_bits_of_their_weights():
+async def test_tokens_on_either_side_of_an_update_have_the_bits_of_their_weights():
     _, engine, capture = make_engines()
     asked = [request(str(i), prompt(7, seed=i), seed=i, max_tokens=6) for i in range(2)]
-
-    async def with_update():
-        replies, _ = await asyncio.gather(
-            play(engine, [(0, each) for each in asked]), update(engine, turn=4, factor=1.1)
-        )
-        return replies
-
-    replies = asyncio.run(with_update())
+    replies, _ = await asyncio.gather(
+        play(engine, [(0, each) for each in asked]), update(engine, turn=4, factor=1.1)
+    )
     of_version = {1: engine._shared, 0: make_model()}
     of_version[0].ops = engine._shared.ops
     for each, deltas in zip(asked, replies, strict=True):
@@ -211,17 +206,13 @@ def test_a_size_and_a_rule_are_captured_once_and_replayed_in_every_step():
     assert found == [(1, 2), (2, 4), (3, 6)], "each prefill draws the first token"
 
 
-def test_memory_that_is_allocated_again_is_captured_again():
+async def test_memory_that_is_allocated_again_is_captured_again():
     _, engine, capture = make_engines()
     alike = [(0, request(name, prompt(9), seed=1, max_tokens=3)) for name in ("before", "after")]
-
-    async def sleep_between():
-        before = await play(engine, alike[:1])
-        await engine.sleep()
-        await engine.wake()
-        return before, await play(engine, alike[1:])
-
-    before, after = asyncio.run(sleep_between())
+    before = await play(engine, alike[:1])
+    await engine.sleep()
+    await engine.wake()
+    after = await play(engine, alike[1:])
     assert drawn(*before) == drawn(*after)
     assert capture.num_captures == 2
 

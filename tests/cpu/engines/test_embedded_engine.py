@@ -151,7 +151,7 @@ def test_one_request_may_take_all_pages_and_no_more():
         ask(engine, request("more", prompt(64)))
 
 
-def test_a_lower_priority_value_runs_first_and_takes_the_place_of_a_higher_one():
+async def test_a_lower_priority_value_runs_first_and_takes_the_place_of_a_higher_one():
     engine = make_engine(max_num_sequences=2)
     order = []
 
@@ -162,10 +162,7 @@ def test_a_lower_priority_value_runs_first_and_takes_the_place_of_a_higher_one()
         await deltas_of(engine, asked)
         order.append(name)
 
-    async def all_of_them():
-        await asyncio.gather(run("a", 5, 0), run("bb", 5, 0), run("ccc", 5, 0), run("dddd", 1, 4))
-
-    asyncio.run(all_of_them())
+    await asyncio.gather(run("a", 5, 0), run("bb", 5, 0), run("ccc", 5, 0), run("dddd", 1, 4))
     assert order[0] == "dddd" and engine.stats["preemptions"] == 1
 
 

@@ -182,7 +182,7 @@ def test_a_large_support_is_packed_and_masks_and_checks_as_the_list_does():
     assert np.array_equal(taken.numpy(), kept[[2, 0]])
 
 
-def test_a_training_step_of_constrained_and_free_episodes_is_exact(tmp_path):
+async def test_a_training_step_of_constrained_and_free_episodes_is_exact(tmp_path):
     """Sampler and trainer agree on every token, of both kinds of rows in one batch."""
     pytest.importorskip("llguidance", reason="the extra `grammar` is not installed")
     renderer = RENDERERS["chatml"]
@@ -209,10 +209,7 @@ def test_a_training_step_of_constrained_and_free_episodes_is_exact(tmp_path):
         await session.finish()
         return session.trajectory
 
-    async def episodes():
-        return [await episode(at) for at in range(4)]
-
-    trajectories = asyncio.run(episodes())
+    trajectories = [await episode(at) for at in range(4)]
     rows = rows_for_training([Group(task=Task(id="t"), trajectories=trajectories)], GRPO())
     assert len(rows) == 4 and all("support" in row.ragged for row in rows)
     metrics = trainer.update(rows, Reinforce())

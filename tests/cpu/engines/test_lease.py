@@ -55,35 +55,27 @@ async def sample(engine, name="r"):
     return await deltas_of(engine, request(name, prompt(6)))
 
 
-def test_a_label_follows_every_load_and_is_given_back():
+async def test_a_label_follows_every_load_and_is_given_back():
     server = Server()
     engine = trainer(server)
-
-    async def main():
-        for version in (1, 2):
-            await engine.load_weights(WEIGHTS, version=version)
-            assert server.label.startswith("lockstep/mine/") and server.label[-1] == str(version)
-            await sample(engine, f"r{version}")
-            await engine.check_lease()
-        await engine.close()
-        assert server.label == FREE
-        await trainer(server, "theirs").load_weights(WEIGHTS, version=1)
-
-    asyncio.run(main())
+    for version in (1, 2):
+        await engine.load_weights(WEIGHTS, version=version)
+        assert server.label.startswith("lockstep/mine/") and server.label[-1] == str(version)
+        await sample(engine, f"r{version}")
+        await engine.check_lease()
+    await engine.close()
+    assert server.label == FREE
+    await trainer(server, "theirs").load_weights(WEIGHTS, version=1)
 
 
-def test_a_second_trainer_is_refused_before_it_loads_anything():
+async def test_a_second_trainer_is_refused_before_it_loads_anything():
     server = Server()
-
-    async def main():
-        await trainer(server).load_weights(WEIGHTS, version=7)
-        label, held = server.label, server.engine.version
-        with pytest.raises(LeaseError, match=r"'mine'.*version 7\b.*'th"):
-            await trainer(server, "theirs").load_weights(WEIGHTS, version=1)
-        assert (server.label, server.engine.version) == (label, held)
-        await trainer(server, "theirs", take_over=True).load_weights(WEIGHTS, version=1)
-
-    asyncio.run(main())
+    await trainer(server).load_weights(WEIGHTS, version=7)
+    label, held = server.label, server.engine.version
+    with pytest.raises(LeaseError, match=r"'mine'.*version 7\b.*'th"):
+        await trainer(server, "theirs").load_weights(WEIGHTS, version=1)
+    assert (server.label, server.engine.version) == (label, held)
+    await trainer(server, "theirs", take_over=True).load_weights(WEIGHTS, version=1)
 
 
 def test_a_run_that_is_resumed_takes_its_server_back():
@@ -94,77 +86,62 @@ def test_a_run_that_is_resumed_takes_its_server_back():
 
 
 @pytest.mark.parametrize("tells", [True, False])
-def test_weights_of_another_run_stop_this_one_before_it_trains_on_them(tells):
+async def test_weights_of_another_run_stop_this_one_before_it_trains_on_them(tells):
     server = Server()
     engine = trainer(server, tells=tells)
-
-    async def main():
-        await engine.load_weights(WEIGHTS, version=1)
-        await trainer(server, "theirs", take_over=True).load_weights(WEIGHTS, version=9)
-        if tells:  # no token of it comes in
-            with pytest.raises(LeaseError, match=r"version 9\b.*'theirs'"):
-                await sample(engine)
-        else:
+    await engine.load_weights(WEIGHTS, version=1)
+    await trainer(server, "theirs", take_over=True).load_weights(WEIGHTS, version=9)
+    if tells:  # no token of it comes in
+        with pytest.raises(LeaseError, match=r"version 9\b.*'theirs'"):
             await sample(engine)
-        with pytest.raises(LeaseError, match="is not trained on"):
-            await engine.check_lease()
-        # It stays so when the other one has gone, and its label with it.
-        server.label = engine._lease.label(1)
-        with pytest.raises(LeaseError):
-            await engine.check_lease()
-        server.label = label = "lockstep/theirs/1/9"
-        await engine.close()
-        assert server.label == label  # not ours to free
+    else:
+        await sample(engine)
+    with pytest.raises(LeaseError, match="is not trained on"):
+        await engine.check_lease()
+    # It stays so when the other one has gone, and its label with it.
+    server.label = engine._lease.label(1)
+    with pytest.raises(LeaseError):
+        await engine.check_lease()
+    server.label = label = "lockstep/theirs/1/9"
+    await engine.close()
+    assert server.label == label  # not ours to free
 
-    asyncio.run(main())
 
-
-def test_a_second_process_of_the_same_run_is_told_apart():
+async def test_a_second_process_of_the_same_run_is_told_apart():
     server = Server()
-
-    async def main():
-        first, second = trainer(server), trainer(server)
-        await first.load_weights(WEIGHTS, version=1)
-        await second.load_weights(WEIGHTS, version=1)
-        await second.check_lease()
-        with pytest.raises(LeaseError, match="another process"):
-            await first.check_lease()
-
-    asyncio.run(main())
+    first, second = trainer(server), trainer(server)
+    await first.load_weights(WEIGHTS, version=1)
+    await second.load_weights(WEIGHTS, version=1)
+    await second.check_lease()
+    with pytest.raises(LeaseError, match="another process"):
+        await first.check_lease()
 
 
-def test_a_server_that_was_started_again_is_not_taken_for_the_one_before():
+async def test_a_server_that_was_started_again_is_not_taken_for_the_one_before():
     server = Server()
     engine = trainer(server)
-
-    async def main():
-        await engine.load_weights(WEIGHTS, version=1)
-        await sample(engine)
-        server.label = "default"
-        with pytest.raises(EngineDownError, match="was started again"):
-            await sample(engine, "again")
-        await engine.load_weights(WEIGHTS, version=2)
-        await engine.check_lease()
-
-    asyncio.run(main())
+    await engine.load_weights(WEIGHTS, version=1)
+    await sample(engine)
+    server.label = "default"
+    with pytest.raises(EngineDownError, match="was started again"):
+        await sample(engine, "again")
+    await engine.load_weights(WEIGHTS, version=2)
+    await engine.check_lease()
 
 
-def test_a_pool_goes_on_without_a_restarted_replica_and_stops_at_a_stolen_one():
-    async def main():
-        servers = [Server(), Server()]
-        pool = Pool([trainer(s) for s in servers], PoolConfig(), names=["a", "b"])
-        await pool.load_weights(WEIGHTS, version=1)
-        servers[0].label = "default"
-        await asyncio.gather(*(sample(pool, f"r{i}") for i in range(4)))
+async def test_a_pool_goes_on_without_a_restarted_replica_and_stops_at_a_stolen_one():
+    servers = [Server(), Server()]
+    pool = Pool([trainer(s) for s in servers], PoolConfig(), names=["a", "b"])
+    await pool.load_weights(WEIGHTS, version=1)
+    servers[0].label = "default"
+    await asyncio.gather(*(sample(pool, f"r{i}") for i in range(4)))
+    await pool.check_lease()
+    assert pool.ready == ["b"]
+    servers[1].label = "lockstep/theirs/1/5"
+    with pytest.raises(LeaseError, match="'theirs'"):
+        await sample(pool, "last")
+    with pytest.raises(LeaseError, match="'theirs'"):
         await pool.check_lease()
-        assert pool.ready == ["b"]
-        servers[1].label = "lockstep/theirs/1/5"
-        with pytest.raises(LeaseError, match="'theirs'"):
-            await sample(pool, "last")
-        with pytest.raises(LeaseError, match="'theirs'"):
-            await pool.check_lease()
-        await pool.close()
-        with pytest.raises(EngineError, match="the engine is closed"):
-            await pool.check_lease()
-
-    asyncio.run(main())
+    await pool.close()
+    with pytest.raises(EngineError, match="the engine is closed"):
+        await pool.check_lease()

@@ -1,6 +1,5 @@
 """Document search over a user's folder: chunks, index, questions, errors before a model loads."""
 
-import asyncio
 import json
 import random
 import subprocess
@@ -232,7 +231,7 @@ def test_questions_that_leave_no_split_are_refused(tmp_path):
 # -- an episode -------------------------------------------------------------------------------
 
 
-def test_an_episode_is_rewarded_for_finding_and_answering(tmp_path):
+async def test_an_episode_is_rewarded_for_finding_and_answering(tmp_path):
     two = {
         "id": "both", "question": "Both?", "answer": "a", "label": "2-hop",
         "gold": ["handbook.md#0", "handbook.md#0"],
@@ -245,16 +244,13 @@ def test_an_episode_is_rewarded_for_finding_and_answering(tmp_path):
         call = ToolCall(name="get_document_chunks", arguments=arguments)
         return Message(role="assistant", tool_calls=(call,))
 
-    async def episode():
-        opening = await environment.reset()
-        assert opening[1].content == "Both?"
-        bad = await environment.step(calls(json.dumps({"keywords": []})))
-        wrong = await environment.step(calls("{}"))
-        words = config._library.chunks[0].text.split()
-        found = await environment.step(calls(json.dumps({"keywords": words})))
-        return bad, wrong, found, await environment.score()
-
-    bad, wrong, found, score = asyncio.run(episode())
+    opening = await environment.reset()
+    assert opening[1].content == "Both?"
+    bad = await environment.step(calls(json.dumps({"keywords": []})))
+    wrong = await environment.step(calls("{}"))
+    words = config._library.chunks[0].text.split()
+    found = await environment.step(calls(json.dumps({"keywords": words})))
+    score = await environment.score()
     assert bad.messages[0].content == "no results"
     assert wrong.messages[0].content == "error: the call lacks 'keywords'"
     assert found.messages[0].content.startswith("[handbook.md#0]")

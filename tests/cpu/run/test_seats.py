@@ -1,6 +1,5 @@
 """Runs of a task with two seats: trained, frozen, resumed, evaluated, looked at by the doctor."""
 
-import asyncio
 import json
 import shutil
 from dataclasses import dataclass
@@ -108,7 +107,7 @@ def test_self_play_trains_both_seats_with_a_kl_of_zero_in_each(self_play):
     assert [{t.seat for t in group.trajectories} for group in groups] == [{"first"}, {"second"}] * 2
 
 
-def test_a_frozen_seat_gives_no_rows_and_its_weights_never_change(against_frozen):
+async def test_a_frozen_seat_gives_no_rows_and_its_weights_never_change(against_frozen):
     last = load_run(against_frozen).trajectories(2)
     records = {seat: [] for seat in DuelConfig.SEATS}
     for record in last:
@@ -120,19 +119,14 @@ def test_a_frozen_seat_gives_no_rows_and_its_weights_never_change(against_frozen
     for row in rows_of(against_frozen)[:3]:
         assert row["training/rows"] == 6 and row["reward/mean"] == row["reward/first/mean"]
         assert "mismatch/by_seat/second/k3" not in row
-
     frozen = open_seats(config(*FROZEN), scratch=None)["second"]
-
-    async def check():
-        for record in records["second"]:
-            trajectory = record.trajectory
-            (leaf,) = trajectory.leaves()
-            given = trajectory.row(leaf).columns["rollout_logprobs"]
-            scores = await frozen.engine.score(trajectory.path_ids(leaf), distribution="tempered")
-            assert np.array_equal(scores.logprobs[~np.isnan(given)], given[~np.isnan(given)])
-        await frozen.engine.close()
-
-    asyncio.run(check())
+    for record in records["second"]:
+        trajectory = record.trajectory
+        (leaf,) = trajectory.leaves()
+        given = trajectory.row(leaf).columns["rollout_logprobs"]
+        scores = await frozen.engine.score(trajectory.path_ids(leaf), distribution="tempered")
+        assert np.array_equal(scores.logprobs[~np.isnan(given)], given[~np.isnan(given)])
+    await frozen.engine.close()
 
 
 def adapters_of(path, step=3):
@@ -168,30 +162,26 @@ def test_two_adapters_are_trained_each_on_its_seat_with_a_kl_of_zero(two_adapter
         assert any(p is not None for p in record.trainer_logprobs)
 
 
-def test_what_two_adapters_sample_is_what_their_checkpoints_give(two_adapters):
+async def test_what_two_adapters_sample_is_what_their_checkpoints_give(two_adapters):
     """Each seat's log-probs of step 2, by a model that is loaded with the adapter of step 2."""
     run, loaded = load_run(two_adapters), {}
     checkpoint = two_adapters / "checkpoints" / "step-000002"
     for seat, part in {"first": "policy", "second": "seats/second/policy"}.items():
         frozen = ("seats.second=frozen", f"seats.second.model={checkpoint / part}")
         loaded[seat] = open_seats(config(*frozen), scratch=None)["second"].engine
-
-    async def check():
-        for record in run.trajectories(2):
-            (leaf,) = record.trajectory.leaves()
-            given = record.trajectory.row(leaf).columns["rollout_logprobs"]
-            drawn = ~np.isnan(given)
-            gaps = {}
-            for seat, engine in loaded.items():
-                ids = record.trajectory.path_ids(leaf)
-                scores = await engine.score(ids, distribution="tempered")
-                gaps[seat] = float(np.abs(scores.logprobs[drawn] - given[drawn]).max())
-            seat = record.trajectory.seat
-            assert gaps.pop(seat) == 0.0 and min(gaps.values()) > 0
-        for engine in loaded.values():
-            await engine.close()
-
-    asyncio.run(check())
+    for record in run.trajectories(2):
+        (leaf,) = record.trajectory.leaves()
+        given = record.trajectory.row(leaf).columns["rollout_logprobs"]
+        drawn = ~np.isnan(given)
+        gaps = {}
+        for seat, engine in loaded.items():
+            ids = record.trajectory.path_ids(leaf)
+            scores = await engine.score(ids, distribution="tempered")
+            gaps[seat] = float(np.abs(scores.logprobs[drawn] - given[drawn]).max())
+        seat = record.trajectory.seat
+        assert gaps.pop(seat) == 0.0 and min(gaps.values()) > 0
+    for engine in loaded.values():
+        await engine.close()
 
 
 def test_a_run_begins_with_both_adapters_of_another_or_says_what_it_lacks(

@@ -54,46 +54,34 @@ def test_a_stream_gives_the_same_reply_token_by_token():
     assert [delta.finish_reason for delta in deltas] == [None] * 4 + ["stop"]
 
 
-def test_a_known_id_is_answered_again_and_never_sampled_twice():
+async def test_a_known_id_is_answered_again_and_never_sampled_twice():
     engine = FakeEngine(lambda _: REPLY, tokens_per_step=1)
-
-    async def main():
-        both = await asyncio.gather(*(deltas_of(engine, request()) for _ in range(2)))
-        return [*both, await deltas_of(engine, request())]
-
-    first, second, third = asyncio.run(main())
+    both = await asyncio.gather(*(deltas_of(engine, request()) for _ in range(2)))
+    first, second, third = [*both, await deltas_of(engine, request())]
     assert ids(first) == ids(second) == ids(third) and len(engine.requests) == 1
 
 
-def test_an_abort_hands_over_what_was_sampled_so_far():
+async def test_an_abort_hands_over_what_was_sampled_so_far():
     engine = FakeEngine(lambda _: REPLY, tokens_per_step=1, step_seconds=0.01)
-
-    async def main():
-        job = asyncio.create_task(deltas_of(engine, request()))
-        await asyncio.sleep(0.025)
-        await engine.abort("a")
-        await engine.abort("unknown")
-        return await job
-
-    deltas = asyncio.run(main())
+    job = asyncio.create_task(deltas_of(engine, request()))
+    await asyncio.sleep(0.025)
+    await engine.abort("a")
+    await engine.abort("unknown")
+    deltas = await job
     assert deltas[-1].finish_reason == "abort" and ids(deltas) == REPLY[: len(ids(deltas))]
     assert 1 <= len(ids(deltas)) < 5
 
 
-def test_a_paused_engine_waits_and_then_goes_on_under_the_weights_it_was_given():
+async def test_a_paused_engine_waits_and_then_goes_on_under_the_weights_it_was_given():
     engine = FakeEngine(lambda _: REPLY, tokens_per_step=2, step_seconds=0.01)
-
-    async def main():
-        job = asyncio.create_task(deltas_of(engine, request()))
-        await asyncio.sleep(0.015)
-        await engine.pause()
-        await asyncio.sleep(0.03)
-        waited = not job.done()
-        await engine.load_weights(None, version=3)
-        await engine.resume()
-        return waited, await job
-
-    waited, deltas = asyncio.run(main())
+    job = asyncio.create_task(deltas_of(engine, request()))
+    await asyncio.sleep(0.015)
+    await engine.pause()
+    await asyncio.sleep(0.03)
+    waited = not job.done()
+    await engine.load_weights(None, version=3)
+    await engine.resume()
+    deltas = await job
     assert waited and ids(deltas) == REPLY[:5]
     assert [(d.finish_reason, d.policy_version) for d in deltas] == [
         ("weight_update", 0),

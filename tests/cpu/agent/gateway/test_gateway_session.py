@@ -215,37 +215,31 @@ def test_a_leaf_can_have_a_reward_of_its_own():
     assert list(trajectory.rewards.values()) == [-1.0, 1.0]
 
 
-def test_a_finished_session_takes_nothing_more():
-    async def main():
-        session = make_session(FakeEngine(turns(said("x"))))
-        await Agent(session).ask(user("a"))
-        await session.finish()
-        await session.finish()  # nothing differs
-        request = TurnRequest(messages=(user("a"),))
-        assert await refused(session.reply(request)) == (410, "session_finished")
-        assert await refused(session.set_reward(1, parts={})) == (410, "session_finished")
-        assert await refused(session.finish(error="late")) == (410, "session_finished")
-
-    asyncio.run(main())
+async def test_a_finished_session_takes_nothing_more():
+    session = make_session(FakeEngine(turns(said("x"))))
+    await Agent(session).ask(user("a"))
+    await session.finish()
+    await session.finish()  # nothing differs
+    request = TurnRequest(messages=(user("a"),))
+    assert await refused(session.reply(request)) == (410, "session_finished")
+    assert await refused(session.set_reward(1, parts={})) == (410, "session_finished")
+    assert await refused(session.finish(error="late")) == (410, "session_finished")
 
 
-def test_a_session_without_a_turn_fails_and_one_that_ends_gives_up_what_runs():
-    async def main():
-        empty = make_session(FakeEngine(turns(said("x"))))
-        await empty.finish()
-        assert (empty.trajectory.status, empty.trajectory.error) == (
-            "failed",
-            "the agent asked for no turn",
-        )
-        engine = FakeEngine(turns(said("a" * 400)), tokens_per_step=1, step_seconds=0.002)
-        session = make_session(engine)
-        waiting = asyncio.create_task(session.reply(TurnRequest(messages=(user("a"),))))
-        await asyncio.sleep(0.01)
-        await session.finish(error="the harness fell over")
-        assert await refused(waiting) == (410, "session_finished")
-        assert session.trajectory.segments == []
-
-    asyncio.run(main())
+async def test_a_session_without_a_turn_fails_and_one_that_ends_gives_up_what_runs():
+    empty = make_session(FakeEngine(turns(said("x"))))
+    await empty.finish()
+    assert (empty.trajectory.status, empty.trajectory.error) == (
+        "failed",
+        "the agent asked for no turn",
+    )
+    engine = FakeEngine(turns(said("a" * 400)), tokens_per_step=1, step_seconds=0.002)
+    session = make_session(engine)
+    waiting = asyncio.create_task(session.reply(TurnRequest(messages=(user("a"),))))
+    await asyncio.sleep(0.01)
+    await session.finish(error="the harness fell over")
+    assert await refused(waiting) == (410, "session_finished")
+    assert session.trajectory.segments == []
 
 
 def test_what_cannot_be_written_is_refused_and_the_session_goes_on():
@@ -266,51 +260,42 @@ def registry(**options) -> SessionRegistry:
     return SessionRegistry(lambda task: make_session(engine), **options)
 
 
-def test_sessions_are_found_by_id_and_key_and_only_finished_ones_make_room():
-    async def main():
-        ended: list[str] = []
-        sessions = registry(max_sessions=2, on_finished=lambda s: ended.append(s.id))
-        first, second = sessions.create(), sessions.create()
-        assert sessions.get(first.id) is first and sessions.of_key(second.key) is second
-        assert sessions.of_key("sk-other") is None
-        with pytest.raises(Refusal, match="2 sessions") as full:
-            sessions.create()
-        assert (full.value.status, full.value.code) == (429, "too_many_sessions")
-        await Agent(first).ask(user("a"))
-        await first.finish()
-        third = sessions.create()
-        assert ended == [first.id] and list(sessions.all()) == [second, third]
-        with pytest.raises(Refusal, match="no session"):
-            sessions.get(first.id)
-        await sessions.remove(second.id)
-        assert second.trajectory.error == "removed before it was finished"
-        await sessions.close()
-        assert ended == [first.id, second.id, third.id]
-
-    asyncio.run(main())
+async def test_sessions_are_found_by_id_and_key_and_only_finished_ones_make_room():
+    ended: list[str] = []
+    sessions = registry(max_sessions=2, on_finished=lambda s: ended.append(s.id))
+    first, second = sessions.create(), sessions.create()
+    assert sessions.get(first.id) is first and sessions.of_key(second.key) is second
+    assert sessions.of_key("sk-other") is None
+    with pytest.raises(Refusal, match="2 sessions") as full:
+        sessions.create()
+    assert (full.value.status, full.value.code) == (429, "too_many_sessions")
+    await Agent(first).ask(user("a"))
+    await first.finish()
+    third = sessions.create()
+    assert ended == [first.id] and list(sessions.all()) == [second, third]
+    with pytest.raises(Refusal, match="no session"):
+        sessions.get(first.id)
+    await sessions.remove(second.id)
+    assert second.trajectory.error == "removed before it was finished"
+    await sessions.close()
+    assert ended == [first.id, second.id, third.id]
 
 
-def test_an_idle_session_fails():
-    async def main():
-        sessions = registry(idle_seconds=0.02)
-        session = sessions.create()
-        await Agent(session).ask(user("a"))
-        await asyncio.sleep(0.1)
-        assert session.is_finished and session.trajectory.error.startswith("idle: no request")
-        assert session.trajectory.error == "idle: no request for 0.02 s"
-        await sessions.close()
-
-    asyncio.run(main())
+async def test_an_idle_session_fails():
+    sessions = registry(idle_seconds=0.02)
+    session = sessions.create()
+    await Agent(session).ask(user("a"))
+    await asyncio.sleep(0.1)
+    assert session.is_finished and session.trajectory.error.startswith("idle: no request")
+    assert session.trajectory.error == "idle: no request for 0.02 s"
+    await sessions.close()
 
 
-def test_a_runs_sessions_are_claimed_and_not_made():
-    async def main():
-        sessions = SessionRegistry()
-        with pytest.raises(Refusal, match="/claim"):
-            sessions.create()
-        assert await refused(registry().claim()) == (409, "nothing_to_claim")
-
-    asyncio.run(main())
+async def test_a_runs_sessions_are_claimed_and_not_made():
+    sessions = SessionRegistry()
+    with pytest.raises(Refusal, match="/claim"):
+        sessions.create()
+    assert await refused(registry().claim()) == (409, "nothing_to_claim")
 
 
 def test_counting_tokens_changes_nothing():
@@ -376,24 +361,19 @@ def test_a_turn_that_crosses_a_weight_update_is_one_turn_of_the_session():
 # -- the end, and turns that nobody received ------------------------------------------------------
 
 
-def test_a_finish_that_is_cut_off_still_ends_the_session():
+async def test_a_finish_that_is_cut_off_still_ends_the_session():
     engine = FakeEngine(turns(said("x")), tokens_per_step=1, step_seconds=0.02)
-
-    async def main():
-        session = make_session(engine)
-        await Agent(session).ask(user("a"))
-        turn = asyncio.create_task(Agent(session).ask(user("b" * 50)))
-        await asyncio.sleep(0.01)
-        finishing = asyncio.create_task(session.finish())
-        await asyncio.sleep(0)
-        finishing.cancel()
-        await asyncio.gather(finishing, return_exceptions=True)
-        await asyncio.wait_for(session.ended.wait(), 5)
-        await session.finish()  # once more, and it waits for the same end
-        await asyncio.gather(turn, return_exceptions=True)
-        return session
-
-    session = asyncio.run(main())
+    session = make_session(engine)
+    await Agent(session).ask(user("a"))
+    turn = asyncio.create_task(Agent(session).ask(user("b" * 50)))
+    await asyncio.sleep(0.01)
+    finishing = asyncio.create_task(session.finish())
+    await asyncio.sleep(0)
+    finishing.cancel()
+    await asyncio.gather(finishing, return_exceptions=True)
+    await asyncio.wait_for(session.ended.wait(), 5)
+    await session.finish()  # once more, and it waits for the same end
+    await asyncio.gather(turn, return_exceptions=True)
     assert session.is_finished and session.trajectory.status == "finished"
 
 
@@ -416,18 +396,15 @@ def test_a_turn_that_no_client_received_is_not_rewarded_unless_the_agent_goes_on
     assert len(kept.rewards) == 2 and kept.metrics["gateway/abandoned_turns"] == 0
 
 
-def test_a_path_whose_last_turn_nobody_received_is_rewarded_up_to_the_turn_before():
-    async def main():
-        session = make_session(FakeEngine(turns(said("one"), said("two"))))
-        agent = Agent(session)
-        first = await agent.ask(user("a"))
-        lost = await agent.ask(user("b"))
-        session.lost(lost.leaf)
-        await session.set_reward(1.0, parts={})
-        await session.finish()
-        return session.trajectory, first.leaf
-
-    trajectory, leaf = asyncio.run(main())
+async def test_a_path_whose_last_turn_nobody_received_is_rewarded_up_to_the_turn_before():
+    session = make_session(FakeEngine(turns(said("one"), said("two"))))
+    agent = Agent(session)
+    first = await agent.ask(user("a"))
+    lost = await agent.ask(user("b"))
+    session.lost(lost.leaf)
+    await session.set_reward(1.0, parts={})
+    await session.finish()
+    trajectory, leaf = session.trajectory, first.leaf
     assert trajectory.rewards == {leaf: 1.0}
     (row,) = trajectory.rows()
     assert row.num_trained == len(trajectory.segments[leaf])

@@ -150,22 +150,18 @@ def test_every_path_is_what_the_engine_saw_and_no_token_is_trained_twice(steps, 
     assert session.trajectory.num_turns == len(engine.requests)
 
 
-def test_an_agent_that_goes_on_as_it_was_told_never_branches():
+async def test_an_agent_that_goes_on_as_it_was_told_never_branches():
     renderer = RENDERERS["keep"]
     given = iter(range(1 << 20))
     engine = FakeEngine(lambda request: renderer.render_reply(ANSWERS[next(given) % len(ANSWERS)]))
     session = make_session(engine, renderer=renderer)
-
-    async def main():
-        agent = Agent(session)
-        reply = await agent.ask(user("begin"))
-        for turn in range(20):
-            calls = reply.message.tool_calls
-            new = [seen(f"word {turn}", call) for call in calls] or [user("go on")]
-            reply = await agent.ask(*new)
-            assert reply.reason == ""
-        with pytest.raises(Refusal):
-            await agent.ask()
-
-    asyncio.run(main())
+    agent = Agent(session)
+    reply = await agent.ask(user("begin"))
+    for turn in range(20):
+        calls = reply.message.tool_calls
+        new = [seen(f"word {turn}", call) for call in calls] or [user("go on")]
+        reply = await agent.ask(*new)
+        assert reply.reason == ""
+    with pytest.raises(Refusal):
+        await agent.ask()
     assert len(session.trajectory.leaves()) == 1

@@ -64,17 +64,12 @@ def test_a_container_gets_no_network_no_privilege_and_nothing_writable_but_tmp()
     assert [b for a, b in pairs if a == "--env" and "SECRET" in b] == []
 
 
-def test_programs_run_end_and_leave_no_container(tmp_path):
+async def test_programs_run_end_and_leave_no_container(tmp_path):
     config, log = stand_in(tmp_path)
-
-    async def play() -> list[ProgramResult]:
-        sandbox = config.open()
-        found = [await sandbox.run(code) for code in ("1 + 1", "while True: pass", "2")]
-        found += [await sandbox.run(code, session="a") for code in ("x = 3", "x")]
-        await sandbox.close()
-        return found
-
-    found = asyncio.run(play())
+    sandbox = config.open()
+    found = [await sandbox.run(code) for code in ("1 + 1", "while True: pass", "2")]
+    found += [await sandbox.run(code, session="a") for code in ("x = 3", "x")]
+    await sandbox.close()
     assert [r.ending for r in found] == ["ok", "timeout", "ok", "ok", "ok"]
     assert [r.output for r in found][::2] == ["2", "2", "3"]
     lines = log.read_text().splitlines()

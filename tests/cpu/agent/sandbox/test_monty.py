@@ -182,18 +182,15 @@ def test_a_session_keeps_its_variables_and_those_from_before_a_program_that_was_
     assert [found[i].output for i in (1, 3, 5)] == ["6", "6", "6"]
 
 
-def test_sessions_see_nothing_of_each_other_and_end():
-    async def play() -> list[str]:
-        sandbox = MontyConfig(limits=LIMITS, workers=1).open()
-        await sandbox.run("x = 1", session="a")
-        found = [(await sandbox.run("x", session=name)).output for name in ("a", "b", "")]
-        await sandbox.end_session("a")
-        await sandbox.end_session("never seen")
-        found.append((await sandbox.run("x", session="a")).output)
-        await sandbox.close()
-        return found
-
-    first, *rest = asyncio.run(play())
+async def test_sessions_see_nothing_of_each_other_and_end():
+    sandbox = MontyConfig(limits=LIMITS, workers=1).open()
+    await sandbox.run("x = 1", session="a")
+    found = [(await sandbox.run("x", session=name)).output for name in ("a", "b", "")]
+    await sandbox.end_session("a")
+    await sandbox.end_session("never seen")
+    found.append((await sandbox.run("x", session="a")).output)
+    await sandbox.close()
+    first, *rest = found
     assert first == "1" and all("NameError" in text for text in rest)
 
 
@@ -276,17 +273,14 @@ def test_an_interpreter_that_does_not_start_fails_the_episode_and_not_the_progra
         asyncio.run(play())
 
 
-def test_the_python_tool_reads_as_a_tool_and_counts():
-    async def play():
-        sandbox = MontyConfig(limits=LIMITS, workers=1).open()
-        tool = python_tool(sandbox, session="episode 1")
-        codes = ("x = 2", "print(x * 21)", "import socket")
-        calls = [ToolCall(name="python", arguments=json.dumps({"code": c})) for c in codes]
-        found = await ToolRunner([tool]).run(calls)
-        await sandbox.close()
-        return tool, *found
-
-    tool, replies, counters = asyncio.run(play())
+async def test_the_python_tool_reads_as_a_tool_and_counts():
+    sandbox = MontyConfig(limits=LIMITS, workers=1).open()
+    tool = python_tool(sandbox, session="episode 1")
+    codes = ("x = 2", "print(x * 21)", "import socket")
+    calls = [ToolCall(name="python", arguments=json.dumps({"code": c})) for c in codes]
+    found = await ToolRunner([tool]).run(calls)
+    await sandbox.close()
+    replies, counters = found
     assert tool.parameters["required"] == ["code"] and "inheritance" in tool.description
     assert [r.content.splitlines()[-1] for r in replies] == [
         "[no output]",
