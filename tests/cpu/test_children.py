@@ -169,19 +169,16 @@ def test_threads_wait_for_their_turn_which_their_limit_leaves_out(child):
     assert sorted(replies) == list(range(8))
 
 
-def test_requests_beside_each_other_end_in_the_order_of_their_work(tmp_path):
+async def test_requests_beside_each_other_end_in_the_order_of_their_work(tmp_path):
     child = child_of(BESIDE, tmp_path)
 
-    async def ask_all() -> list[float]:
-        ended: list[float] = []
+    ended: list[float] = []
 
-        async def ask(wait: float) -> None:
-            ended.append((await child.ask_concurrently({"wait": wait}))["wait"])
+    async def ask(wait: float) -> None:
+        ended.append((await child.ask_concurrently({"wait": wait}))["wait"])
 
-        await asyncio.gather(ask(1.0), ask(0.5), ask(0.0))
-        return ended
-
-    assert asyncio.run(ask_all()) == [0.0, 0.5, 1.0]
+    await asyncio.gather(ask(1.0), ask(0.5), ask(0.0))
+    assert ended == [0.0, 0.5, 1.0]
     child.close(seconds=5)
 
 

@@ -205,7 +205,7 @@ async def raises_timeout():
     raise TimeoutError("the server is slow")
 
 
-def test_cancelling_the_caller_cancels_the_hook_and_comes_through():
+async def test_cancelling_the_caller_cancels_the_hook_and_comes_through():
     ended = []
 
     async def hook():
@@ -214,15 +214,12 @@ def test_cancelling_the_caller_cancels_the_hook_and_comes_through():
         finally:
             ended.append(True)
 
-    async def main():
-        task = asyncio.create_task(guarded(hook, seconds=20))
-        await asyncio.sleep(0.01)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        return task.cancelled()
-
-    assert asyncio.run(main()) and ended == [True]
+    task = asyncio.create_task(guarded(hook, seconds=20))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert task.cancelled() and ended == [True]
 
 
 async def test_a_hook_that_cancels_its_task_and_returns_leaves_nothing_pending():

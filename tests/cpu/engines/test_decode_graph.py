@@ -155,14 +155,12 @@ async def test_tokens_on_either_side_of_an_update_have_the_bits_of_their_weights
     assert capture.num_captures == 1, "weights are written in place"
 
 
-def test_the_next_step_begins_before_the_tokens_of_one_are_handled():
+async def test_the_next_step_begins_before_the_tokens_of_one_are_handled():
     _, engine, capture = make_engines()
 
-    async def replays_by_token():
-        asked = request("a", prompt(5), max_tokens=4, stream=True)
-        return [capture.num_replays async for _ in engine.generate(asked)]
-
-    assert asyncio.run(replays_by_token()) == [1, 2, 3, 3], "the prefill draws the first"
+    asked = request("a", prompt(5), max_tokens=4, stream=True)
+    counts = [capture.num_replays async for _ in engine.generate(asked)]
+    assert counts == [1, 2, 3, 3], "the prefill draws the first"
 
 
 def test_an_abort_and_a_pause_between_two_steps_change_no_token_of_the_others():

@@ -199,7 +199,7 @@ def test_several_calls_in_one_turn_are_steps_in_order(url):
     assert (reward, counters, done) == (pytest.approx(0.9), {"tool/calls": 2}, True)
 
 
-def test_episodes_wait_for_a_session_that_is_free(url):
+async def test_episodes_wait_for_a_session_that_is_free(url):
     config = OpenEnvConfig(url=url, observation_field="text")
 
     async def one(seed):
@@ -212,10 +212,7 @@ def test_episodes_wait_for_a_session_that_is_free(url):
         finally:
             await environment.close()
 
-    async def all_of_them():
-        return await asyncio.gather(*(one(seed) for seed in range(5)))
-
-    assert asyncio.run(all_of_them()) == [1.0] * 5  # on two sessions
+    assert (await asyncio.gather(*(one(seed) for seed in range(5)))) == [1.0] * 5
 
 
 def test_a_reply_without_a_call_ends_the_episode(url):

@@ -37,20 +37,14 @@ def test_a_coroutine_runs_inside_a_running_loop_in_a_loop_of_its_own():
     assert loop.is_closed()
 
 
-def test_it_runs_where_the_loop_calls_without_a_task():
-    async def outer():
-        got = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().call_soon(lambda: got.set_result(run_to_end(answer())))
-        return await got
-
-    assert asyncio.run(outer()).is_closed()
+async def test_it_runs_where_the_loop_calls_without_a_task():
+    got = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_soon(lambda: got.set_result(run_to_end(answer())))
+    assert (await got).is_closed()
 
 
-def test_it_runs_in_a_loop_of_another_thread():
-    async def outer():
-        return await asyncio.to_thread(in_a_cell, lambda: run_to_end(answer()))
-
-    assert asyncio.run(outer()).is_closed()
+async def test_it_runs_in_a_loop_of_another_thread():
+    assert (await asyncio.to_thread(in_a_cell, lambda: run_to_end(answer()))).is_closed()
 
 
 def test_an_error_inside_a_running_loop_comes_out_as_it_is():

@@ -96,14 +96,11 @@ def test_a_prompt_that_cannot_be_sampled_from_is_an_error(prompt):
         asyncio.run(deltas_of(engine, request(prompt=prompt)))
 
 
-def test_a_sleeping_engine_refuses():
+async def test_a_sleeping_engine_refuses():
     engine = FakeEngine(lambda _: REPLY)
 
-    async def main():
-        await engine.sleep()
-        with pytest.raises(EngineError, match="sleeps"):
-            await deltas_of(engine, request())
-        await engine.wake()
-        return await deltas_of(engine, request())
-
-    assert ids(asyncio.run(main())) == REPLY[:5]
+    await engine.sleep()
+    with pytest.raises(EngineError, match="sleeps"):
+        await deltas_of(engine, request())
+    await engine.wake()
+    assert ids(await deltas_of(engine, request())) == REPLY[:5]

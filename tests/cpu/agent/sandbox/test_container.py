@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hostile import HOSTILE
 
-from lockstep.agent.sandbox.base import ProgramResult, SandboxLimits
+from lockstep.agent.sandbox.base import SandboxLimits
 from lockstep.agent.sandbox.container import ContainerConfig, container_argv, require_image
 from lockstep.errors import ConfigError, SandboxError
 from lockstep.testing.check_sandbox import check_sandbox
@@ -80,17 +80,14 @@ async def test_programs_run_end_and_leave_no_container(tmp_path):
     )
 
 
-def test_the_command_may_reach_the_engine_of_another_machine(tmp_path, monkeypatch):
+async def test_the_command_may_reach_the_engine_of_another_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "ssh://elsewhere")
     config, log = stand_in(tmp_path)
 
-    async def play() -> ProgramResult:
-        sandbox = config.open()
-        found = await sandbox.run("import os; os.environ.get('DOCKER_HOST')")
-        await sandbox.close()
-        return found
-
-    assert asyncio.run(play()).output == ""
+    sandbox = config.open()
+    found = await sandbox.run("import os; os.environ.get('DOCKER_HOST')")
+    await sandbox.close()
+    assert found.output == ""
     assert {line.split()[-1] for line in log.read_text().splitlines()} == {"ssh://elsewhere"}
 
 

@@ -199,15 +199,12 @@ def test_the_same_program_always_prints_the_same():
     assert results(code)[0].output == results(code)[0].output
 
 
-def test_waiting_for_a_place_is_not_counted_as_a_programs_time():
-    async def play() -> list[ProgramResult]:
-        sandbox = MontyConfig(limits=LIMITS, workers=1).open()
-        spin = [sandbox.run("while True: pass") for _ in range(2)]
-        found = await asyncio.gather(*spin, sandbox.run("1"))
-        await sandbox.close()
-        return list(found)
-
-    assert [r.ending for r in asyncio.run(play())] == ["timeout", "timeout", "ok"]
+async def test_waiting_for_a_place_is_not_counted_as_a_programs_time():
+    sandbox = MontyConfig(limits=LIMITS, workers=1).open()
+    spin = [sandbox.run("while True: pass") for _ in range(2)]
+    found = await asyncio.gather(*spin, sandbox.run("1"))
+    await sandbox.close()
+    assert [r.ending for r in found] == ["timeout", "timeout", "ok"]
 
 
 def test_nothing_is_left_after_close_and_a_closed_sandbox_starts_again():
@@ -233,19 +230,16 @@ def test_nothing_is_left_after_close_and_a_closed_sandbox_starts_again():
         assert asyncio.run(play(code)).output == code
 
 
-def test_an_episode_that_is_given_up_ends_its_program():
-    async def play() -> ProgramResult:
-        sandbox = MontyConfig(limits=SandboxLimits(seconds=60.0), workers=1).open()
-        running = asyncio.ensure_future(sandbox.run("while True: pass"))
-        await asyncio.sleep(0.1)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        found = await sandbox.run("'free'")
-        await sandbox.close()
-        return found
-
-    assert asyncio.run(play()).output == "'free'"
+async def test_an_episode_that_is_given_up_ends_its_program():
+    sandbox = MontyConfig(limits=SandboxLimits(seconds=60.0), workers=1).open()
+    running = asyncio.ensure_future(sandbox.run("while True: pass"))
+    await asyncio.sleep(0.1)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    found = await sandbox.run("'free'")
+    await sandbox.close()
+    assert found.output == "'free'"
 
 
 def test_settings_that_cannot_be_are_refused():
