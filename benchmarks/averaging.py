@@ -1,16 +1,12 @@
-"""Cost of averaged log-probs: the quickstart's step with correction=averaged (eight re-scorings, no
-recompute) beside correction.anchor=recomputed, which runs the trainer over the batch once more.
+"""Cost of averaged log-probs: a step of the quickstart with correction=averaged (eight re-scorings,
+no recompute) beside correction.anchor=recomputed, which runs the trainer over the batch once more.
 
-"quickstart": processor seconds per step, from fresh processes of 3 and of 13 steps, the difference
-over 10; the best of the rounds. In one process only tools leave the engine idle, so this is the
-price without the gain of overlapping.
+Seconds are on the clock per step, where the engine has a process of its own and waits: every tool
+call takes 0 to 2 seconds, 32 episodes a step. The model has 10 million parameters: the shipped one,
+whose experts are widened by zeros, so that it acts as that one does. Runs in turn; the median of
+the steps after the first two of each.
 
-"idle": seconds on the clock per step, where the engine has a process of its own and waits: every
-tool call takes 0 to 2 seconds, 32 episodes a step. The model has 10 million parameters: the shipped
-one, whose experts are widened by zeros, so that it acts as that one does. Runs in turn; the median
-of the steps after the first two of each.
-
-    python benchmarks/averaging.py [--rounds N] [--only quickstart|idle]
+    python benchmarks/averaging.py [--rounds N]
 """
 
 from __future__ import annotations
@@ -41,21 +37,6 @@ ARMS = {
 }
 
 
-def quickstart(rounds: int, steps: int) -> Row:
-    def seconds_of(arm: str) -> float:
-        def of_a_run(num_steps: int) -> float:
-            settings = [ARMS[arm], f"steps={num_steps}", "evaluation.num_tasks=1", "contract=none"]
-            with tempfile.TemporaryDirectory() as scratch:
-                return alone(train_quickstart, settings, f"{scratch}/run")["trainer_cpu"]
-
-        return (of_a_run(3 + steps) - of_a_run(3)) / steps
-
-    taken = in_turn(rounds, {arm: partial(seconds_of, arm) for arm in ARMS})
-    found = {arm: min(seconds) for arm, seconds in taken.items()}
-    how = f"processor seconds; neither re-scored nor recomputed: {found['rollout']:.3f}"
-    return row("averaging, quickstart", found["averaged"], found["recomputed"], "s/step", how=how)
-
-
 def widened(folder: Path) -> Path:
     """The shipped model with experts of WIDTH: new units have weights of 0."""
     import torch
@@ -78,7 +59,7 @@ def widened(folder: Path) -> Path:
     return folder
 
 
-def idle(rounds: int) -> Row:
+def compare(*, rounds: int = 2) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as scratch:
         model, numbers = widened(Path(scratch) / "model"), count()
 
@@ -96,18 +77,9 @@ def idle(rounds: int) -> Row:
     seconds = {arm: [row["time/step_seconds"] for row in rows] for arm, rows in steps.items()}
     share = median(r["time/sample_seconds"] / r["time/step_seconds"] for r in steps["recomputed"])
     neither = median(seconds.pop("rollout"))
-    return row("averaging, idle engine", *map(median, seconds.values()), "s/step", steps=seconds,
-               how=f"on the clock; neither: {neither:.2f}; {share:.0%} is sampling")  # fmt: skip
-
-
-def compare(
-    *, rounds: int = 2, steps: int = 10, only: tuple[str, ...] = ("quickstart", "idle")
-) -> Iterator[Row]:
-    if "quickstart" in only:
-        yield quickstart(rounds, steps)
-    if "idle" in only:
-        yield idle(rounds)
+    yield row("averaging, idle engine", *map(median, seconds.values()), "s/step", steps=seconds,
+              how=f"on the clock; neither: {neither:.2f}; {share:.0%} is sampling")  # fmt: skip
 
 
 if __name__ == "__main__":
-    main(compare, short={"rounds": 1, "steps": 5, "only": ("quickstart",)})
+    main(compare, short={"rounds": 1})
