@@ -147,21 +147,6 @@ def test_a_rule_is_named_for_what_it_does(rule, name):
 # -- what is refused ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: Rule(stat="k4", high=1.0), r"Rule\.stat=k4.*k1"),
-        (lambda: Rule(stat="k3", high=1.0, scope="seq"), r"Rule\.scope=seq"),
-        (lambda: Correction(anchor="Rollout"), r"Correction\.anchor=Rollout.*'rollout'"),
-        (lambda: Correction(level="tokens"), r"Correction\.level=tokens.*'token'"),
-        (lambda: Correction(denominator="all"), r"Correction\.denominator=all"),
-    ],
-)
-def test_a_choice_made_in_python_is_checked_too(make, text):
-    with pytest.raises(ConfigError, match=text):
-        make()
-
-
 WEIGHED = {"anchor": "recomputed", "level": "token"}
 
 
