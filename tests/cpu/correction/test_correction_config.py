@@ -144,12 +144,6 @@ def test_a_rule_is_named_for_what_it_does(rule, name):
     assert rule.name == name
 
 
-# -- what is refused ------------------------------------------------------------------------------
-
-
-WEIGHED = {"anchor": "recomputed", "level": "token"}
-
-
 def test_rules_with_names_are_listed_by_commas():
     found = of_command_line("correction.reject=veto_prob,veto_ratio").reject
     assert found == (Rule.veto_prob(), Rule.veto_ratio())

@@ -39,12 +39,6 @@ def exact_gradient(value, logits):
     return gradient
 
 
-def in_advantages(logprobs, rollout, **settings):
-    """A policy loss whose advantages are the penalty alone, centred over the distribution."""
-    mean = (rollout.exp() * -kl.log_ratio(logprobs, rollout)[0]).sum()
-    return -kl.penalty(logprobs, rollout, coef=1.0, mean=mean, **settings) * logprobs
-
-
 # float64, 12 terms of size 1
 CLOSE = {"rtol": 1e-12, "atol": 1e-14}
 
