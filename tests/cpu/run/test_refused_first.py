@@ -5,6 +5,8 @@ import json
 import subprocess
 import sys
 import textwrap
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +28,7 @@ from lockstep.store.run import RunDirectory
 
 TASKS = [{"question": f"What is {n}?", "answer": str(n)} for n in range(12)]
 TRIED = []
+TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 
 def reward(episode):
@@ -48,31 +51,9 @@ def here(tmp_path, monkeypatch):
     TRIED.clear()
 
 
-PLACES = {
-    "a run in a file": ({"out": "file"}, "file is no directory"),
-    "a run below a file": ({"out": "file/run"}, "file is no directory"),
-    "a run in a run": ({"out": "run"}, "run holds a run already"),
-    "a run that goes on and is none": ({"out": "none", "resume": True}, "does not exist"),
-    "a run that goes on in a file": ({"out": "file", "resume": True}, "does not exist"),
-    "weights below a file": ({"sync": {"directory": "file/w"}}, "sync.directory=file/w: no weigh"),
-    "an interpreter": ({"engine": {"type": "vllm", "python": "no/python"}}, "no/python is no file"),
-    "a folder": ({"engine": {"type": "vllm", "python": "run"}}, "engine.python=run is no file"),
-    "a tracker": ({"record": {"loggers": ["wandb"]}}, r"pip install 'lockstep-rl\[wandb\]'"),
-    "a second tracker": ({"record": {"loggers": ["trackio"]}}, r"lockstep-rl\[trackio\]"),
-    "a run to begin with": ({"start": ("none", 2)}, "none is not a run directory"),
-    "a checkpoint to begin with": ({"start": ("run", 2)}, "run.*has no"),
-    "an adapter": ({"lora": {"path": "none"}}, "none.*adapter"),
-    "a model": ({"model": "no-model"}, "neither a shipped model nor a directory"),
-    "a model in a file": ({"model": "./file"}, "neither a shipped model nor a directory"),
-    "a teacher": ({"distill": {"teacher": {"model": "no-model"}}}, "no-model"),
-    "a critic": ({"advantage": "gae", "critic": {"model": "no-model"}}, "critic.model='no-model'"),
-    "a GPU": ({"device": "cuda"}, "device=cuda, and this machine shows no GPU"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("name", TABLES["places"])
 def test_what_a_run_needs_is_refused_before_the_reward_is_tried(name, here):
-    changed, message = PLACES[name]
+    changed, message = TABLES["places"][name]
     if name == "a GPU" and shows_gpu():
         pytest.skip("this machine has a GPU")
     with pytest.raises(LockstepError, match=message) as caught:
@@ -95,30 +76,7 @@ def test_a_missing_argument_is_named_with_the_others(given, missing):
         lockstep.train(**given)
 
 
-@pytest.mark.parametrize(("key", "meant"), [
-    ("max_turns", "agent.max_turns"),
-    ("max_turn_tokens", "agent.max_turn_tokens"),
-    ("max_seconds", "agent.max_seconds"),
-    ("temperature", "agent.temperature"),
-    ("top_p", "agent.top_p"),
-    ("weight_decay", "trainer.weight_decay"),
-    ("betas", "trainer.betas"),
-    ("updates_per_batch", "trainer.updates_per_batch"),
-    ("keep_last", "checkpoint.keep_last"),
-    ("num_tasks", "evaluation.num_tasks"),
-    ("max_extra_tasks", "signal.max_extra_tasks"),
-    ("loggers", "record.loggers"),
-    ("kl_coef", "objective.kl_coef"),
-    ("rank", "lora.rank"),
-    ("agent.steps", "steps"),
-    ("agent.lr", "trainer.lr"),
-    ("agent.group_size", "group_size"),
-    ("agent.max_turn", "agent.max_turns"),
-    ("trainer.max_turns", "agent.max_turns"),
-    ("doctor.loggers", "record.loggers"),
-    ("learning_rate", "trainer.lr"),
-    ("stepz", "steps"),
-])  # fmt: skip
+@pytest.mark.parametrize(("key", "meant"), TABLES["meant"].items())
 def test_a_setting_of_another_section_is_answered_with_its_path(key, meant, tmp_path):
     recipe = find_recipe("quickstart")
     file = tmp_path / "settings.json"
@@ -228,40 +186,10 @@ def test_a_run_goes_on_from_the_step_before_and_a_finished_one_says_so(two_steps
 
 # -- what is said of strangers' code and disks -------------------------------------------------
 
-RAISING = {
-    "itself": ("def hook():\n    raise ValueError('no')", "ValueError: no (mine.py:2)"),
-    "in a helper": (
-        "def helper():\n    return {}['gold']\n\ndef hook():\n    return helper()",
-        "KeyError: 'gold' (mine.py:2)",
-    ),
-    "in the standard library": (
-        "import json\n\ndef hook():\n    return json.loads('{')",
-        "JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 "
-        "(char 1) (mine.py:4)",
-    ),
-    "in a package": (
-        "import numpy\n\ndef hook():\n    return numpy.linalg.inv(numpy.zeros((2, 2)))",
-        "LinAlgError: Singular matrix (mine.py:4)",
-    ),
-    "in made code": (
-        "def hook():\n    exec('1 / 0')",
-        "ZeroDivisionError: division by zero (mine.py:2)",
-    ),
-    "awaited": (
-        "import asyncio\n\nasync def hook():\n    await asyncio.sleep(0)\n    1 / 0",
-        "ZeroDivisionError: division by zero (mine.py:5)",
-    ),
-    "by an exit": ("import sys\n\ndef hook():\n    sys.exit(3)", "SystemExit: 3 (mine.py:4)"),
-    "in Lockstep": (
-        "from lockstep.types import Message\n\ndef hook():\n    Message.from_dict({})",
-        "(mine.py:4)",
-    ),
-}  # fmt: skip
 
-
-@pytest.mark.parametrize("name", RAISING)
+@pytest.mark.parametrize("name", TABLES["raising"])
 def test_an_error_of_foreign_code_names_the_users_file_and_line(name, tmp_path):
-    source, expected = RAISING[name]
+    source, expected = TABLES["raising"][name]
     space = {}
     exec(compile(source, str(tmp_path / "mine.py"), "exec"), space)
     with pytest.raises(Exception) as caught:
