@@ -79,18 +79,7 @@ MODELS = {"qwen3": QWEN3, "gpt_oss": GPT_OSS, "latent": LATENT}
 
 TEACHER = ("distill.teacher.model=tiny-qwen3",)
 
-GPT_OSS_20B = {
-    "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880,
-    "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
-    "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
-    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": True,
-    "tie_word_embeddings": False, "rope_theta": 150000,
-    "rope_scaling": {
-        "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096,
-        "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-    },
-}  # fmt: skip
-"""The published config, as far as shapes go."""
+HUB = json.loads((Path(__file__).parent / "models" / "hub_configs.json").read_text())
 
 
 def facts(model, **settings):
@@ -385,7 +374,7 @@ def test_ranks_divide_state_and_tokens_and_the_engine_has_a_copy():
 
 def test_an_adapter_on_gpt_oss_20b_with_a_long_row_is_planned():
     """8k of prompt and 16k of response, in bfloat16, on a GPU: predicted, not run."""
-    model = ModelConfig.from_hf(GPT_OSS_20B)
+    model = ModelConfig.from_hf(HUB["gpt-oss-20b"])
     lora = lora_shape(LoraConfig(rank=16, targets=("attention",)), model)
     trainer = TrainerConfig(max_tokens_per_microbatch=24576, recompute="blocks")
     found = plan_memory(

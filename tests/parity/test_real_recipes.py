@@ -3,6 +3,7 @@ shapes without weights."""
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from full_counts import PROOF
@@ -16,26 +17,16 @@ from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import save_checkpoint
 from lockstep.recipes import find_recipe
 
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
+HUB = json.loads((Path(__file__).parents[1] / "cpu" / "models" / "hub_configs.json").read_text())
+QWEN3 = HUB["Qwen3-8B"] | {
     "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
     "hidden_size": 1024,
     "intermediate_size": 3072,
-    "max_position_embeddings": 40960,
-    "model_type": "qwen3",
     "num_attention_heads": 16,
     "num_hidden_layers": 28,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
     "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 151936,
 }
-"""The config of Qwen3-0.6B, as published."""
+"""The config of Qwen3-0.6B."""
 SIZE_4B = {
     "hidden_size": 2560,
     "intermediate_size": 9728,
