@@ -7,7 +7,7 @@ from full_counts import PROOF
 from hypothesis import given, settings
 from written_turns import any_ids, ids_of
 
-from lockstep.errors import ConfigError, RendererError
+from lockstep.errors import RendererError
 from lockstep.renderers.config import MistralConfig
 from lockstep.renderers.mistral import LATER_TOKEN, MISTRAL_TOKENS, V7_TOKENS, MistralRenderer
 from lockstep.testing.renderers import TOOLS, check_renderer
@@ -152,8 +152,6 @@ def test_the_version_is_what_the_tokens_say_and_other_ones_are_refused():
     with pytest.raises(RendererError) as caught:
         MistralRenderer(byte_tokenizer())
     assert all(name in str(caught.value) for name in MISTRAL_TOKENS)
-    with pytest.raises(ConfigError, match=r"MistralConfig\.variant=v2"):
-        MistralConfig(variant="v2")
     with pytest.raises(RendererError, match="format of mistral has no place for it"):
         V7.render_reply(Message(role="assistant", thinking="Hm."))
 

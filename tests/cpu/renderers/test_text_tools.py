@@ -5,7 +5,7 @@ import pytest
 from made_up_templates import NO_TOOLS, OWN_CALLS, STRICT
 from random_dialogues import check_dialogues
 
-from lockstep.errors import ConfigError, RendererError
+from lockstep.errors import RendererError
 from lockstep.renderers.config import JinjaConfig
 from lockstep.renderers.jinja.proof import TOOL
 from lockstep.renderers.jinja.renderer import JinjaRenderer
@@ -152,8 +152,6 @@ def test_what_a_template_refuses_is_one_line_with_a_way_out(make):
         with pytest.raises(RendererError, match=expected) as found:
             refused()
         assert "\n" not in str(found.value)
-    with pytest.raises(ConfigError, match=r"JinjaConfig\.tools=some"):
-        JinjaConfig(tools="some")
     never = ECHO.replace(
         "message.content", "(message.content if 'tool_resp' not in message.content)"
     )
