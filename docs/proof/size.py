@@ -34,8 +34,8 @@ CEILINGS = {
     "store, observe, report": 2_788,
     "environments and recipes": 3_706,
     "testing": 1_523,
-    "tests": 60_907,
-    "proofs and benchmarks": 9_561,
+    "tests": 60_050,
+    "proofs and benchmarks": 9_543,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling
 follows."""
