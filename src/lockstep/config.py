@@ -470,8 +470,9 @@ def _holds(config: Any, condition: str) -> bool:
             return found is not None and _written(found) != value
         case ">" | ">=":
             limit = float(value) if value.isdecimal() else _at(config, value)
-            is_known = found is not None and limit is not None
-            return is_known and (found > limit or (sign == ">=" and found == limit))
+            if found is None or limit is None:
+                return False
+            return bool(found > limit or (sign == ">=" and found == limit))
         case ".*":
             return found is not None and found != _class(found)()
         case _:
