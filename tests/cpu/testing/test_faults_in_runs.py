@@ -36,11 +36,11 @@ def run_with(tmp_path, *words):
     [
         (("--fault=ignored_window",), 0),
         (("--fault=active_dropout",), 0),
-        (("--fault=padding_attended",), 0),
         (("--fault=processed_logprobs,temperature=0.5",), 0),
         (("--fault=processed_logprobs,top_p=0.8",), 0),
         (("--fault=unmerged_adapter", "lora.rank=4"), 1),
         (("--fault=trained_observations,logprobs=filler",), 0),
+        (("--fault=padding_attended",), 0),
     ],
 )
 def test_the_mismatch_of_the_run_shows_it(words, step, tmp_path):
