@@ -2,13 +2,15 @@
 
     python docs/proof/trl_equal.py --packages DIR [--steps 50] [--json FILE]
     python docs/proof/trl_equal.py --packages DIR --model smollm2-135m --steps 5
+    python docs/proof/trl_equal.py --packages DIR --times [--steps 6] [--model smollm2-135m]
     python docs/proof/trl_equal.py --packages DIR --curves --model smollm2-135m [--json FILE]
 
 It trains a small random model on prompts of unlike lengths, without an adapter and with PEFT's
 LoRA, in micro-batches that are padded on both sides. --model takes any other model that Lockstep
 reads. Each line has the tokens that were compared, the tokens whose two log-probs differ in a bit,
-and the largest KL of a step. --curves trains TRL alone and with Lockstep, on several seeds. DIR has
-TRL:
+and the largest KL of a step. --times compares the processor time of a step, on a wider model: with
+the decoder alone, with the watch, with a correction, and with the weights that TRL computes for
+vLLM. DIR has TRL:
 
     pip install --target DIR --no-deps trl==1.16.0 datasets dill multiprocess xxhash pandas httpx \\
         pyarrow
@@ -165,6 +167,40 @@ class Clock:
         return lambda *_, **__: None
 
 
+def times(given: str, steps: int, *, rounds: int = 3) -> dict[str, Any]:
+    """Processor seconds of a step in each way, and their ratio to the first. The ways take turns,
+    and the first step of each turn does not count."""
+    from lockstep.correction import Correction
+
+    ways: dict[str, dict[str, Any]] = {
+        "alone": {"watch": False},
+        "watch": {"watch": True},
+        "correction": {"watch": False, "correction": Correction.mis()},
+        "weights of TRL": {"watch": False},
+    }
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    with TemporaryDirectory() as place:
+        model = given or write_small_model(Path(place) / "model", width=512)
+        for number in range(rounds):
+            for name, parts in ways.items():
+                out = Path(place) / f"{name} {number}"
+                trainer = make_trainer(
+                    model, out, settings={"max_steps": steps, "max_completion_length": 64}, **parts
+                )
+                if name == "weights of TRL":  # its own code; the sampler stands in for vLLM
+                    trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+                trainer.add_callback(clock := Clock())
+                trainer.train()
+                found[name] += clock.seconds[1:]
+    seconds = {name: statistics.median(values) for name, values in found.items()}
+    alone = seconds["alone"]
+    return {
+        "cpu_seconds": {name: round(value, 4) for name, value in seconds.items()},
+        "ratio": {name: round(value / alone, 4) for name, value in seconds.items()},
+        "steps": len(found["alone"]),
+    }
+
+
 def curve(model: str, steps: int, seed: int, *, is_alone: bool) -> dict[str, Any]:
     """Reward and processor seconds of each step, and the gap where there is one."""
     with TemporaryDirectory() as place:
@@ -188,12 +224,16 @@ def main() -> None:
     parser.add_argument("--packages", default="", help="a folder that has TRL for this Python")
     parser.add_argument("--model", default="", help="in place of the small random model")
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--times", action="store_true")
     parser.add_argument("--curves", action="store_true")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--json", default="", help="a file for the result")
     options = parser.parse_args()
     if options.packages:
         sys.path.append(options.packages)
+    if options.times:
+        print(json.dumps(times(options.model, options.steps)))
+        return
     runs: list[dict[str, Any]] = []
     if options.curves:
         works = [
