@@ -347,11 +347,11 @@ BAD = {
     ),
     "a negative seed": (
         ["train", "quickstart", "seed=-1", "--dry-run"],
-        "seed=-1 must be at least 0",
+        "seed=-1 must be in [0, ",
     ),
     "a seed without end": (
         ["train", "quickstart", f"seed={2**63}", "--dry-run"],
-        "must be at most",
+        "seed=9223372036854775808 must be in [0, ",
     ),
     "greedy training": (["train", "quickstart", "agent.temperature=0", "--dry-run"], "all alike"),
     "a temperature that overflows": (
@@ -374,8 +374,14 @@ BAD = {
         ["train", "quickstart", "from=nowhere@2", "--dry-run"],
         "nowhere",
     ),
-    "absurd steps": (["train", "quickstart", "steps=1000000000000", "--dry-run"], "at most 1e+08"),
-    "absurd groups": (["train", "quickstart", "group_size=9999999", "--dry-run"], "at most 1e+06"),
+    "absurd steps": (
+        ["train", "quickstart", "steps=1000000000000", "--dry-run"],
+        "must be in [1, 100000000]",
+    ),
+    "absurd groups": (
+        ["train", "quickstart", "group_size=9999999", "--dry-run"],
+        "must be in [1, 1000000]",
+    ),
     "a place below a file": (
         ["train", "quickstart", f"out={__file__}/run", "--dry-run"],
         "test_cli.py is no directory",
@@ -394,7 +400,7 @@ BAD = {
     "a step in words": (["train", "from=x@last"], "whole number"),
     "a missing plugin": (["train", "quickstart", "--plugin", "no_such_module"], "no_such_module"),
     "sft without data": (["sft"], "dialogues.jsonl: no such file or folder"),
-    "a new model without a renderer": (["sft", "create=qwen3"], "set renderer=KIND"),
+    "a new model without a renderer": (["sft", "create=qwen3"], "Set renderer=KIND"),
     "a new model with an adapter": (
         ["sft", "create=qwen3", "renderer=chatml", "lora.rank=4"],
         "begins with random weights, and lora freezes them",

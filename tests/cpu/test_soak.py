@@ -20,7 +20,8 @@ def test_each_fault_has_tests(fault):
     for named in soak.FAULTS[fault]:
         file, _, test = named.partition("::")
         tree = ast.parse((soak.TESTS / file).read_text())
-        names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+        names = {node.name for node in tree.body if isinstance(node, kinds)}
         assert test in names if test else names
 
 

@@ -148,7 +148,7 @@ def test_rows_of_other_ids_are_refused_by_their_k2(name):
 
 
 def test_rows_of_other_ids_are_refused_by_their_perplexity():
-    with pytest.raises(AssertionError, match="the perplexity is that of a guess"):
+    with pytest.raises(AssertionError, match="the perplexity is a guess's"):
         assert_physical([{"rollout_corr/training_ppl": 55_000.0}] * 5)
     assert_physical([{"rollout_corr/training_ppl": 12.0}] * 5)
 
