@@ -29,7 +29,7 @@ CEILINGS = {
     "engines, sync, launch": 8_927,
     "agent": 6_828,
     "learn: training, correction, objectives": 5_059,
-    "doctor": 7_707,
+    "doctor": 7_708,
     "integrations": 1_241,
     "store, observe, report": 2_788,
     "environments and recipes": 3_706,

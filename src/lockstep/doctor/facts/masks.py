@@ -94,7 +94,8 @@ def after_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     if is_early.any():
         note = "the trained tokens of a row begin with the stop id of the prompt"
         yield Contradiction("boundary", note, begin[is_early] - 1, begin[is_early], basis=basis)
-        begin, end, hit, goes_on = (x[~is_early] for x in (begin, end, hit, goes_on))
+        begin, end, hit = (at[~is_early] for at in (begin, end, hit))
+        goes_on = goes_on[~is_early]
     if not len(hit):
         return
     spans_of_row = np.bincount(spans.row, minlength=len(rows))
