@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "lockstep"
 
 CEILINGS = {
-    "nouns: types, errors, config": 1_915,
+    "nouns: types, errors, config": 1_916,
     "tinker": 3_865,
     "run": 5_072,
     "renderers": 3_303,
@@ -29,7 +29,7 @@ CEILINGS = {
     "engines, sync, launch": 8_927,
     "agent": 6_828,
     "learn: training, correction, objectives": 5_059,
-    "doctor": 7_708,
+    "doctor": 7_709,
     "integrations": 1_241,
     "store, observe, report": 2_788,
     "environments and recipes": 3_706,

@@ -822,11 +822,14 @@ def _limits(cls: type) -> tuple[dict[str, Interval], dict[str, Any]]:
                 if isinstance(part, Interval):
                     intervals[name] = part
     choices = {
-        name: _hints(cls)[name]
-        for name in _field_names(cls)
-        if "typing.Literal" in str(_hints(cls)[name])
+        name: _hints(cls)[name] for name in _field_names(cls) if _has_literal(_hints(cls)[name])
     }
     return intervals, choices
+
+
+def _has_literal(annotation: Any) -> bool:
+    is_literal = typing.get_origin(annotation) is typing.Literal
+    return is_literal or any(map(_has_literal, typing.get_args(annotation)))
 
 
 def _union(annotation: Any) -> tuple[Any, ...]:

@@ -141,7 +141,8 @@ def rest_of(view: View, found: Explanation) -> tuple[str, str, float] | None:
         return None
     spread = np.maximum(model.spread(rows), MIN_SPREAD)
     numeric = (model.bfloat16(rows) - model.plain(rows)) / np.sqrt(spread)
-    numeric *= not view.setting.is_one_process  # the same ops on both sides: no noise at all
+    if view.setting.is_one_process:  # the same ops on both sides: no noise at all
+        numeric[:] = 0.0
     units, limit = d / np.sqrt(spread), NOISE * size(numeric)
     steady = steadiness(view, d)
     left = size(d - repeated(rows, d)) / size(d)
