@@ -11,7 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -30,7 +30,9 @@ from lockstep.ops.base import Ops
 from lockstep.ops.context import AttentionSpec, PackedContext
 from lockstep.recipes import find_recipe
 from lockstep.renderers.anew import rendered_anew, turns_of
+from lockstep.renderers.base import Renderer
 from lockstep.renderers.registry import make_renderer
+from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.build import build
 from lockstep.run.preflight import preflight, read_model_files
 from lockstep.run.train import train
@@ -80,6 +82,10 @@ def first_step(model: str, seed: int) -> tuple[list[Trajectory], dict[str, Any]]
     with run_of(f"model={model}", "steps=1", f"seed={seed}") as run:
         found = [t for group in run.groups(0) for t in group.trajectories]
         return found, next(row for row in run.metrics if "reward/mean" in row)
+
+
+def renderer_of(model: str) -> Renderer:
+    return read_model_files(config_of(f"model={model}")).renderer
 
 
 # -- the report on Tinker --------------------------------------------------------------------------
@@ -257,22 +263,25 @@ def sinks_formula() -> Figures:
 # -- token in, token out ---------------------------------------------------------------------------
 
 
-def round_trips(seed: int) -> Figures:
+def reencoded(trajectories: Iterable[Trajectory], tokenizer: Tokenizer) -> Figures:
     """Shares of sampled turns whose ids are other ones, and the same, after decoding and encoding,
     and of texts that come back."""
     changed, kept = [], []
-    for model in MODELS:
-        tokenizer = read_model_files(config_of(f"model={model}")).renderer.tokenizer
-        for trajectory in first_step(model, seed)[0]:
-            for segment in trajectory.segments:
-                if segment.is_sampled:
-                    # Control tokens are not text; what lies between them is.
-                    ids = [i for i in segment.token_ids.tolist() if i not in tokenizer.control_ids]
-                    text = tokenizer.decode(ids)
-                    again = tokenizer.encode(text)
-                    changed.append(again != ids)
-                    kept.append(tokenizer.decode(again) == text)
+    for segment in (each for trajectory in trajectories for each in trajectory.segments):
+        if segment.is_sampled:
+            # Control tokens are not text; what lies between them is.
+            ids = [i for i in segment.token_ids.tolist() if i not in tokenizer.control_ids]
+            text = tokenizer.decode(ids)
+            again = tokenizer.encode(text)
+            changed.append(again != ids)
+            kept.append(tokenizer.decode(again) == text)
     return {"changed": mean(changed), "same": 1 - mean(changed), "texts_kept": mean(kept)}
+
+
+def round_trips(seed: int) -> Figures:
+    """Of the first step of both tiny models."""
+    each = [reencoded(first_step(model, seed)[0], renderer_of(model).tokenizer) for model in MODELS]
+    return {name: mean(figures[name] for figures in each) for name in each[0]}
 
 
 def histories(seed: int) -> Figures:
@@ -281,7 +290,7 @@ def histories(seed: int) -> Figures:
     number of the turn."""
     out: Figures = {}
     for model in MODELS:
-        renderer = read_model_files(config_of(f"model={model}")).renderer
+        renderer = renderer_of(model)
         differs, in_place = [], []
         for trajectory in first_step(model, seed)[0]:
             leaf = len(trajectory.segments) - 1

@@ -27,6 +27,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from claim_measures import reencoded
 from investigation import by_messages
 from run import HERE, ROOT, expanded, host, lockstep, rows_of, save, today
 
@@ -34,8 +35,9 @@ from lockstep import measure_noise
 from lockstep.doctor.ladder import climb
 from lockstep.recipes import configure
 from lockstep.run.build import build
-from lockstep.run.preflight import preflight
+from lockstep.run.preflight import preflight, read_model_files
 from lockstep.run_config import Config
+from lockstep.store.run import load_run
 from lockstep.testing.faults import injected, split_faults
 
 JSON = HERE / "pretrained.json"
@@ -43,6 +45,7 @@ PLAN = tomllib.loads(JSON.with_suffix(".toml").read_text())
 PROGRAMS = {"calculator": "calculator.py", "search": "document_search.py"}
 """Part -> the example that writes its tasks and demonstrations."""
 FAULTS = ("retokenized_rows", "rerendered_history", "dropped_final_tokens", "shifted_logprobs")
+NUM_SEEDS = {"equal": 1, "faults": 1, "story": 5}
 SCORINGS = (4, 16)
 """Scorings of the sampler that are averaged. One is the log-prob that it recorded."""
 EPISODES = 8
@@ -104,8 +107,14 @@ def teach(seed: int, place: Path) -> None:
 
 
 def story(seed: int, place: Path) -> dict[str, Any]:
-    """k1, k2 of each rung of `doctor --ladder` and of the published program; the noise table."""
+    """k1, k2 of each rung of `doctor --ladder` and of the published program; the noise table; how
+    many replies of the published model are encoded to other ids."""
     os.chdir(place)
+    run(PLAN["replies"], place, seed)
+    replies = [t for group in load_run(place / "replies").groups(0) for t in group.trajectories]
+    model = configure("custom", overrides=[*words_of("@sums"), "model=smollm2-135m"])
+    again = reencoded(replies, read_model_files(model).renderer.tokenizer)
+    print(again, flush=True)
     teach(seed, place)
 
     def config(*settings: str) -> Config:
@@ -128,7 +137,7 @@ def story(seed: int, place: Path) -> dict[str, Any]:
         seconds = round(time.perf_counter() - began, 1)
         noise.setdefault(name, {})[str(scorings)] = {**measured, "seconds": seconds}
         print(name, scorings, noise[name][str(scorings)], flush=True)
-    return {"rungs": rungs, "noise": noise}
+    return {"rungs": rungs, "noise": noise, "reencoded": again}
 
 
 def faults(seed: int, place: Path) -> dict[str, Any]:
@@ -170,10 +179,10 @@ def main() -> None:
     parts = {name: partial(play, name) for name in names} | {"faults": faults, "story": story}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*parts, []], default=list(parts))
-    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--seeds", nargs="*", type=int, help="none: as many as the part has")
     options = parser.parse_args()
     for part in options.parts:
-        for seed in options.seeds[:1] if part in ("equal", "faults", "story") else options.seeds:
+        for seed in options.seeds or range(NUM_SEEDS.get(part, 3)):
             with tempfile.TemporaryDirectory() as place:
                 measured = parts[part](seed, Path(place))
             found = json.loads(JSON.read_text()) if JSON.is_file() else {}
