@@ -27,8 +27,9 @@ def tensors():
 
 RECEIVER = """
 import hashlib, json, sys, torch
-from lockstep.engines.weight_link import _as_bytes, receive
-found = receive(rank=0, device=torch.device("cuda", 0), **json.loads(sys.stdin.readline()))
+from lockstep.engines.weight_link import WeightReceiver, _as_bytes
+invitation, load = json.loads(sys.stdin.readline())
+found = WeightReceiver(rank=0, device=torch.device("cuda", 0), **invitation).tensors(**load)
 print(json.dumps({n: hashlib.sha256(_as_bytes(x.cpu()).numpy()).hexdigest() for n, x in found}))
 """
 
@@ -36,12 +37,13 @@ print(json.dumps({n: hashlib.sha256(_as_bytes(x.cpu()).numpy()).hexdigest() for 
 def test_tensors_arrive_bit_for_bit_in_another_process_of_the_card(monkeypatch):
     monkeypatch.setattr(weight_link, "GPU_BUCKET", 1 << 20)  # several, and a tensor over their edge
     link = WeightSender(num_workers=1, host="localhost", is_same_host=True)
-    assert link.invitation["way"] == "cuda_ipc"
+    load = link.open_load()
+    assert load["way"] == "cuda_ipc"
     on_gpu = {name: x.to(DEVICE) for name, x in tensors().items()}
     command = [sys.executable, "-c", RECEIVER]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as worker:
-        worker.stdin.write(json.dumps(link.invitation) + "\n")
+        worker.stdin.write(json.dumps([link.invitation, load]) + "\n")
         worker.stdin.flush()
         link.send(on_gpu.items(), has_failed=lambda: worker.poll() is not None)
         found = json.loads(worker.stdout.readline())

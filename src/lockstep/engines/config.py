@@ -268,6 +268,9 @@ class VllmConfig(ServedConfig):
     batch."""
     tensor_parallel: Annotated[int, at_least(1)] = 1
     """GPUs that one replica is spread over."""
+    delta_sync: bool = False
+    """Send only the numbers that changed since the load before, with a checksum of all. The trainer
+    and each worker of a server then keep a copy of the weights in the host's memory."""
     max_adapter_rank: Annotated[int, at_least(0)] = 0
     """Load the weights of a run with lora as an adapter of at most this rank; 0 loads them merged
     into the model."""

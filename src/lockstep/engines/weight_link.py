@@ -3,17 +3,22 @@
 The tensors are one stream of bytes, cut into buckets. The trainer fills a buffer, announces its
 contents, and fills it again once every worker has copied it. On one machine the buffer is shared
 memory: of the trainer's GPU (CUDA IPC), or without a GPU a file in the machine's memory. Across
-machines it is broadcast in a process group of trainer and workers alone (NCCL; gloo without a GPU).
+machines, and where a worker cannot open the shared memory, it is broadcast in a process group of
+trainer and workers alone (NCCL; gloo without a GPU).
 
     link = WeightSender(num_workers=2, host="localhost", is_same_host=True)
-    # a worker, which gets link.invitation by the server's own route:
-    model.load_weights(receive(rank=0, device=..., **link.invitation))
-    # the trainer, meanwhile:
+    # a worker, which gets the invitation, and each load, by the server's own route:
+    receiver = WeightReceiver(rank=0, device=..., **link.invitation)
+    model.load_weights(receiver.tensors(**load))
+    # the trainer, with load = link.open_load():
     link.send(tensors.items(), has_failed=call.done)
 
-Announcements go through a TCPStore of the trainer. It has no password and listens during a load:
-keep trainer and server in a network of their own. The cost is linear in bytes, and either side
-needs the memory of one bucket.
+A delta link sends only the numbers that changed since its last load (`weight_delta.py`). After an
+error a link is closed, and the next one begins with whole tensors.
+
+Announcements go through a TCPStore of the trainer. It has no password and listens while the link
+lives: keep trainer and server in a network of their own. The cost is linear in bytes, and either
+side needs the memory of one bucket.
 """
 
 # torch leaves the storages' and process groups' own functions untyped.
@@ -23,20 +28,20 @@ from __future__ import annotations
 
 import base64
 import json
-import os
+import mmap
 import secrets
 import socket
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from lockstep.engines.weight_delta import Decoder, Encoder
 from lockstep.errors import EngineError
+from lockstep.launch.shared_file import SharedFile, mapped
 
 Tensor = torch.Tensor
 Way = Literal["cuda_ipc", "file", "broadcast"]
@@ -44,7 +49,7 @@ Way = Literal["cuda_ipc", "file", "broadcast"]
 GPU_BUCKET = 256 << 20
 """Bytes of a bucket. A larger one gains nothing on a GPU, and takes from its memory."""
 HOST_BUCKET = 32 << 20
-"""The same without a GPU: half of what containers have as memory files by default."""
+"""The same without a GPU."""
 LOOK_SECONDS = 0.002
 """Interval of polling for the other side's announcements."""
 CONNECT_SECONDS = 30.0
@@ -55,17 +60,23 @@ LOOPBACK = "127.0.0.1"
 
 
 class WeightSender:
-    """The trainer's side, for one load."""
+    """The trainer's side, for all loads of one server."""
 
-    def __init__(self, *, num_workers: int, host: str, is_same_host: bool) -> None:
+    def __init__(
+        self, *, num_workers: int, host: str, is_same_host: bool, is_delta: bool = False
+    ) -> None:
         """host: of the server. is_same_host: whether it shares this machine's memory."""
-        has_gpu, device = torch.cuda.is_available(), torch.device("cpu")
+        has_gpu, self._device = torch.cuda.is_available(), torch.device("cpu")
         if has_gpu:
-            device = torch.device("cuda", torch.cuda.current_device())
-        self._num_workers, self._device = num_workers, device
-        self._file: Path | None = None
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._num_workers, self._number = num_workers, 0
+        self._here: Way = "cuda_ipc" if has_gpu else "file"
+        self._size = GPU_BUCKET if has_gpu else HOST_BUCKET
+        self._way: Way = self._here if is_same_host else "broadcast"
+        self._encoder = Encoder() if is_delta else None
         self._group: Any = None
-        size = GPU_BUCKET if has_gpu else HOST_BUCKET
+        self._buffer: Tensor | None = None
+        self._file: SharedFile | None = None
         address = LOOPBACK if is_same_host else _address_towards(host)
         self._store = dist.TCPStore(
             address,
@@ -74,139 +85,214 @@ class WeightSender:
             wait_for_workers=False,
             timeout=timedelta(seconds=WAIT_SECONDS),
         )
-        here: Way = "cuda_ipc" if has_gpu else "file"
-        self._way = way = here if is_same_host else "broadcast"
-        place: Any = None
-        if way == "file":
-            room = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-            self._file = room / f"lockstep-weights-{secrets.token_hex(8)}"
-            self._file.touch(mode=0o600)
-            os.truncate(self._file, size)
-            place = str(self._file)
-            self._buffer = _of_file(self._file, size)
-        else:
-            self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        if way == "cuda_ipc":
-            shared: list[Any] = list(self._buffer.untyped_storage()._share_cuda_())
-            place = [_as_text(value) for value in shared[1:]]
         self.invitation: dict[str, Any] = {
-            "way": way,
+            "name": secrets.token_hex(8),
             "address": [address, self._store.port],
             "num_workers": num_workers,
-            "size": size,
             "backend": "nccl" if has_gpu else "gloo",
-            "place": place,
+            "is_delta": is_delta,
         }
-        """Arguments of `receive`, for JSON."""
+        """Arguments of `WeightReceiver`, for JSON."""
 
-    def send(
-        self, tensors: Iterable[tuple[str, Tensor]], *, has_failed: Callable[[], bool]
-    ) -> None:
-        """Sends all tensors; returns when every worker has its copy. has_failed: whether the
-        server's own answer is there already. Raises EngineError if it is before the end."""
-        names: list[Any] = []
-        used = number = 0
+    def open_load(self) -> dict[str, Any]:
+        """Makes the buffer of the next load. Returns the arguments of `WeightReceiver.tensors`,
+        for JSON."""
+        place: Any = None
+        if self._way == "file":
+            file = SharedFile(self._size)
+            place, self._buffer = file.address, _of_memory(file.memory)
+            self._file = file
+        else:
+            self._buffer = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+        if self._way == "cuda_ipc":
+            shared: list[Any] = list(self._buffer.untyped_storage()._share_cuda_())
+            place = [_as_text(value) for value in shared[1:]]
+        return {"number": self._number, "way": self._way, "size": self._size, "place": place}
+
+    def send(self, tensors: Iterable[tuple[str, Tensor]], *, has_failed: Callable[[], bool]) -> int:
+        """Sends all tensors of a load; returns when every worker has its copy, the number of bytes
+        that travelled. has_failed: whether the server's own answer is there already. Raises
+        EngineError if it is before the end."""
+        self._agree(has_failed)
+        assert self._buffer is not None, "open_load makes it"
+        room, names, used, sent = len(self._buffer), list[Any](), 0, 0
+        if self._encoder is not None:
+            self._encoder.checksum = 0
+        bucket = 0
         for name, tensor in tensors:
-            names.append([name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)])
-            left = _as_bytes(tensor)
-            while len(left) > len(self._buffer) - used:
-                part, left = left.tensor_split([len(self._buffer) - used])
+            changed, left = None, tensor
+            if self._encoder is not None:
+                changed, left = self._encoder.encode(name, tensor)
+            left = _as_bytes(left)
+            dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+            names.append([name, dtype, shape, changed, len(left)])
+            sent += len(left)
+            while len(left) > room - used:
+                part, left = left.tensor_split([room - used])
                 self._buffer[used:].copy_(part)
-                self._offer_bucket(number, names, len(self._buffer), has_failed=has_failed)
-                names, used, number = [], 0, number + 1
+                self._offer(bucket, {"tensors": names, "size": room}, has_failed)
+                names, used, bucket = [], 0, bucket + 1
             self._buffer[used : used + len(left)].copy_(left)
             used += len(left)
-        self._offer_bucket(number, names, used, is_last=True, has_failed=has_failed)
+        checksum = self._encoder.checksum if self._encoder else None
+        end = {"tensors": names, "size": used, "is_last": True, "checksum": checksum}
+        self._offer(bucket, end, has_failed)
+        self._buffer = self._file = None
+        self._number += 1
+        return sent
 
-    def _offer_bucket(
-        self,
-        number: int,
-        names: list[Any],
-        size: int,
-        *,
-        has_failed: Callable[[], bool],
-        is_last: bool = False,
+    def _agree(self, has_failed: Callable[[], bool]) -> None:
+        """Waits until every worker has tried to open the buffer. It is broadcast, now and from now
+        on, if one cannot: a container, say, has a /dev/shm of its own."""
+        opened = [self._wait("opened", worker, has_failed) for worker in range(self._num_workers)]
+        if not all(map(int, opened)):
+            self._way = "broadcast"
+        self._set("way", self._way)
+        if self._way == "broadcast" and self._group is None:
+            backend = self.invitation["backend"]
+            self._group = _group(self._store, 0, self._num_workers, backend)
+
+    def _offer(
+        self, number: int, bucket: Mapping[str, Any], has_failed: Callable[[], bool]
     ) -> None:
+        assert self._buffer is not None, "open_load makes it"
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # workers must not read before the write
-        bucket = {"tensors": names, "size": size, "is_last": is_last}
-        self._store.set(f"bucket/{number}", json.dumps(bucket))
+        self._set(f"bucket/{number}", json.dumps(bucket))
         if self._way == "broadcast":
-            self._wait_for(f"ready/{number}", has_failed)
-            if self._group is None:
-                self._group = _group(self._store, 0, self._num_workers, self.invitation["backend"])
-            self._group.broadcast([self._buffer[:size]], _from_first()).wait()
-        self._wait_for(f"taken/{number}", has_failed)
-        if self._file is not None:  # every worker has it open: nothing of it stays after a kill
-            self._file.unlink(missing_ok=True)
-
-    def _wait_for(self, step: str, has_failed: Callable[[], bool]) -> None:
+            for worker in range(self._num_workers):
+                self._wait(f"ready/{number}", worker, has_failed)
+            self._group.broadcast([self._buffer[: bucket["size"]]], _from_first()).wait()
         for worker in range(self._num_workers):
-            _wait(self._store, f"{step}/{worker}", has_failed)
+            self._wait(f"taken/{number}", worker, has_failed)
+
+    def _set(self, step: str, value: str) -> None:
+        self._store.set(f"{self._number}/{step}", value)
+
+    def _wait(self, step: str, worker: int, has_failed: Callable[[], bool]) -> bytes:
+        return _wait(self._store, f"{self._number}/{step}/{worker}", has_failed)
 
     def close(self) -> None:
-        """Ends the load, finished or not: a worker that still waits fails."""
+        """Ends the link: a worker that still waits fails."""
         self._store.set("closed", "")
-        self._group = None
-        if self._file is not None:
-            self._file.unlink(missing_ok=True)
+        self._group = self._buffer = self._file = None
 
 
-def receive(
-    *,
-    rank: int,
-    device: torch.device,
-    way: Way,
-    address: Sequence[Any],
-    num_workers: int,
-    size: int,
-    backend: str,
-    place: Any,
-) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of everything that is sent, for worker `rank` of a server, on `device`. The
-    other arguments are the invitation. Raises EngineError if the trainer ends before it has sent
-    all."""
-    limit = timedelta(seconds=CONNECT_SECONDS)
-    store = dist.TCPStore(*address, is_master=False, timeout=limit)
-    # A gloo broadcast needs memory of the host.
-    at = device if way == "cuda_ipc" or backend == "nccl" else torch.device("cpu")
-    if way == "file":
-        buffer = _of_file(Path(place), size)
-    elif way == "cuda_ipc":
-        torch.cuda.set_device(device)
-        storage = torch.UntypedStorage._new_shared_cuda(device.index, *map(_from_text, place))
-        buffer = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-    else:
-        buffer = torch.empty(size, dtype=torch.uint8, device=at)
-    group: Any = None
-    waiting: list[tuple[str, Tensor, Tensor]] = []
-    number = filled = 0
-    is_last = False
-    while not is_last:
-        bucket = json.loads(_wait(store, f"bucket/{number}", lambda: store.check(["closed"])))
-        if way == "broadcast":
-            store.set(f"ready/{number}/{rank}", "")
-            if group is None:
-                group = _group(store, rank + 1, num_workers, backend)
-            group.broadcast([buffer[: bucket["size"]]], _from_first()).wait()
-        for name, dtype, shape in bucket["tensors"]:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-            waiting.append((name, tensor, _as_bytes(tensor)))
-        used, whole = 0, list[tuple[str, Tensor]]()
-        while waiting:
-            name, tensor, flat = waiting[0]
-            count = min(len(flat) - filled, bucket["size"] - used)
-            flat[filled : filled + count].copy_(buffer[used : used + count])
-            used, filled = used + count, filled + count
-            if filled < len(flat):
-                break
-            whole.append((name, tensor))
-            waiting, filled = waiting[1:], 0
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        store.set(f"taken/{number}/{rank}", "")
-        number, is_last = number + 1, bucket["is_last"]
-        yield from whole
+class WeightReceiver:
+    """The side of a server's worker `rank`, for all loads over one link; the tensors come on
+    `device`. The other arguments are the invitation."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        device: torch.device,
+        name: str,
+        address: Sequence[Any],
+        num_workers: int,
+        backend: str,
+        is_delta: bool,
+    ) -> None:
+        self.name = name
+        self._rank, self._device = rank, device
+        self._num_workers, self._backend = num_workers, backend
+        self._decoder = Decoder() if is_delta else None
+        self._group: Any = None
+        limit = timedelta(seconds=CONNECT_SECONDS)
+        self._store = dist.TCPStore(*address, is_master=False, timeout=limit)
+
+    def tensors(
+        self, *, number: int, way: Way, size: int, place: Any
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of everything that is sent in this load, from what `open_load` returned.
+        Raises EngineError if the trainer ends before it has sent all, or if the tensors after
+        their changes are not the trainer's."""
+        buffer = self._opened(way, place)
+        self._store.set(f"{number}/opened/{self._rank}", str(int(buffer is not None)))
+        is_broadcast = self._wait(f"{number}/way") == b"broadcast"
+        if is_broadcast and self._group is None:
+            self._group = _group(self._store, self._rank + 1, self._num_workers, self._backend)
+        if is_broadcast or buffer is None:
+            # A gloo broadcast needs memory of the host.
+            at = self._device if self._backend == "nccl" else torch.device("cpu")
+            buffer = torch.empty(size, dtype=torch.uint8, device=at)
+        if self._decoder is not None:
+            self._decoder.checksum = 0
+        waiting: list[_Waiting] = []
+        filled = at_bucket = 0
+        bucket: dict[str, Any] = {}
+        while not bucket.get("is_last"):
+            bucket = json.loads(self._wait(f"{number}/bucket/{at_bucket}"))
+            if is_broadcast:
+                self._store.set(f"{number}/ready/{at_bucket}/{self._rank}", "")
+                self._group.broadcast([buffer[: bucket["size"]]], _from_first()).wait()
+            at = torch.device("cpu") if self._decoder else self._device
+            waiting += [_Waiting(*each, device=at) for each in bucket["tensors"]]
+            used, whole = 0, list[_Waiting]()
+            while waiting:
+                data = waiting[0].data
+                count = min(len(data) - filled, bucket["size"] - used)
+                data[filled : filled + count].copy_(buffer[used : used + count])
+                used, filled = used + count, filled + count
+                if filled < len(data):
+                    break
+                whole.append(waiting.pop(0))
+                filled = 0
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self._store.set(f"{number}/taken/{at_bucket}/{self._rank}", "")
+            at_bucket += 1
+            for each in whole:
+                yield each.name, each.tensor(self._decoder).to(self._device)
+        if self._decoder is not None and self._decoder.checksum != bucket["checksum"]:
+            raise EngineError(
+                "the weights after their changes are not the trainer's: their checksums differ. "
+                "The next load sends all of them."
+            )
+
+    def _opened(self, way: Way, place: Any) -> Tensor | None:
+        """The trainer's buffer; None if it is broadcast, or not to be opened from here."""
+        try:
+            if way == "file":
+                return _of_memory(mapped(place))
+            if way == "cuda_ipc":
+                torch.cuda.set_device(self._device)
+                values = map(_from_text, place)
+                storage = torch.UntypedStorage._new_shared_cuda(self._device.index, *values)
+                empty = torch.empty(0, dtype=torch.uint8, device=self._device)
+                return empty.set_(storage)
+        except (
+            RuntimeError,
+            EngineError,
+        ):  # cards without access to each other, another container's memory
+            pass
+        return None
+
+    def _wait(self, key: str) -> bytes:
+        return _wait(self._store, key, lambda: self._store.check(["closed"]))
+
+
+class _Waiting:
+    """A tensor whose bytes arrive."""
+
+    def __init__(
+        self,
+        name: str,
+        dtype: str,
+        shape: Sequence[int],
+        changed: int | None,
+        num_bytes: int,
+        *,
+        device: torch.device,
+    ) -> None:
+        self.name, self._changed, self._shape = name, changed, shape
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self.data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def tensor(self, decoder: Decoder | None) -> Tensor:
+        if decoder is None:
+            return self.data.view(self._dtype).reshape(list(self._shape))
+        return decoder.decode(self.name, self._dtype, self._shape, self._changed, self.data)
 
 
 def is_same_host(host: str) -> bool:
@@ -262,8 +348,8 @@ def _from_first() -> Any:
     return options
 
 
-def _of_file(path: Path, size: int) -> Tensor:
-    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+def _of_memory(memory: mmap.mmap) -> Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

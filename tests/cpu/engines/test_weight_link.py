@@ -7,13 +7,13 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 
 from lockstep.engines import weight_link
-from lockstep.engines.weight_link import WeightSender, receive
+from lockstep.engines.weight_delta import Decoder, Encoder
+from lockstep.engines.weight_link import WeightReceiver, WeightSender
 from lockstep.errors import EngineError
 
 CPU = torch.device("cpu")
@@ -33,19 +33,30 @@ def tensors():
     }
 
 
-def sender(way, num_workers):
-    return WeightSender(num_workers=num_workers, host="127.0.0.1", is_same_host=WAYS[way])
-
-
-def same(found):
-    return list(found) == list(tensors()) and all(
-        found[name].dtype == x.dtype and torch.equal(found[name], x)
-        for name, x in tensors().items()
+def sender(way, num_workers, **options):
+    return WeightSender(
+        num_workers=num_workers, host="127.0.0.1", is_same_host=WAYS[way], **options
     )
 
 
-def take(rank, invitation):
-    return same(dict(receive(rank=rank, device=CPU, **invitation)))
+def same(found, sent):
+    return list(found) == list(sent) and all(
+        found[name].dtype == x.dtype and torch.equal(found[name], x) for name, x in sent.items()
+    )
+
+
+def received(rank, invitation, load):
+    return dict(WeightReceiver(rank=rank, device=CPU, **invitation).tensors(**load))
+
+
+def send(link, receivers, sent):
+    """Bytes that travelled, after each receiver had what was sent."""
+    load = link.open_load()
+    with ThreadPoolExecutor(len(receivers)) as workers:
+        taken = [workers.submit(lambda r=r: dict(r.tensors(**load))) for r in receivers]
+        num_bytes = link.send(sent.items(), has_failed=lambda: all(t.done() for t in taken))
+        assert all(same(t.result(30), sent) for t in taken)
+    return num_bytes
 
 
 @pytest.fixture
@@ -53,16 +64,82 @@ def small_buckets(monkeypatch):
     monkeypatch.setattr(weight_link, "HOST_BUCKET", 1000)
 
 
+@pytest.mark.parametrize("is_delta", [False, True])
 @pytest.mark.parametrize("num_workers", [1, 3])
 @pytest.mark.parametrize("way", WAYS)
-def test_tensors_arrive_whole_in_buckets_that_are_smaller(way, num_workers, small_buckets):
-    link = sender(way, num_workers)
-    assert link.invitation["way"] == way and link.invitation["size"] == 1000
-    with ThreadPoolExecutor(num_workers) as workers:
-        taken = [workers.submit(take, rank, link.invitation) for rank in range(num_workers)]
-        link.send(tensors().items(), has_failed=lambda: all(t.done() for t in taken))
-        assert all(t.result(30) for t in taken)
+def test_tensors_arrive_whole_in_buckets_that_are_smaller(
+    way, num_workers, is_delta, small_buckets
+):
+    link = sender(way, num_workers, is_delta=is_delta)
+    receivers = [
+        WeightReceiver(rank=rank, device=CPU, **link.invitation) for rank in range(num_workers)
+    ]
+    whole = send(link, receivers, tensors())
+    assert whole == sum(x.numel() * x.element_size() for x in tensors().values())
+    group = link._group
+    changed = tensors()
+    changed["embedding"][7:9, 3] += 1.0
+    changed["counts"][-1] = 0
+    sent = send(link, receivers, changed)
+    # Of the small tensors every block has a count of 4 bytes; an item has 2 more for its place.
+    assert sent == (5 * 4 + 2 * (2 + 4) + (2 + 1) if is_delta else whole)
+    assert link._group is group, "made once"
+    other = changed | {"norm": torch.zeros(3), "embedding": changed["embedding"] * 2}
+    assert send(link, receivers, other) >= whole // 2, "most of it changed"
     link.close()
+
+
+def test_a_worker_that_cannot_open_the_memory_gets_a_broadcast(small_buckets, monkeypatch):
+    link = sender("file", 2)
+    here, elsewhere = (
+        WeightReceiver(rank=rank, device=CPU, **link.invitation) for rank in range(2)
+    )
+    monkeypatch.setattr(elsewhere, "_opened", lambda *place: None)  # another container
+    for _ in range(2):
+        send(link, [here, elsewhere], tensors())
+    assert link.open_load()["way"] == "broadcast", "and is not asked again"
+    link.close()
+
+
+def test_memory_of_another_container_is_not_opened():
+    link = sender("file", 1)
+    path, inode = link.open_load()["place"]
+    receiver = WeightReceiver(rank=0, device=CPU, **link.invitation)
+    assert receiver._opened("file", (path, inode)) is not None
+    assert receiver._opened("file", (path, inode + 1)) is None, "another file at this path"
+    assert receiver._opened("file", ("/proc/0/fd/0", inode)) is None
+    link.close()
+
+
+def test_a_receiver_with_other_tensors_than_the_trainer_refuses_them(small_buckets):
+    link = sender("file", 1, is_delta=True)
+    receiver = WeightReceiver(rank=0, device=CPU, **link.invitation)
+    send(link, [receiver], tensors())
+    receiver._decoder._held["counts"][0] ^= 1
+    with pytest.raises(EngineError, match="checksums"):
+        send(link, [receiver], tensors())
+    link.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_changes_have_the_size_of_what_changed_and_are_exact(dtype):
+    """Over several blocks, in random places and at the first and last item."""
+    seed = torch.Generator().manual_seed(0)
+    old = torch.randn(200_001, generator=seed)
+    encoder, decoder = Encoder(), Decoder()
+    old[[5, -5]] = torch.tensor([float("nan"), -0.0])
+    for num_changed in (0, 1, 2000):
+        at = torch.randperm(len(old), generator=seed)[:num_changed]
+        old[at] = old[at] + 1 + old[at].abs()
+        new = old.to(dtype)
+        encoder.checksum = decoder.checksum = 0
+        count, data = encoder.encode("w", new)
+        found = decoder.decode("w", dtype, new.shape, count, data)
+        assert torch.equal(found.view(torch.uint8), new.view(torch.uint8))
+        assert encoder.checksum == decoder.checksum
+        if count is not None:
+            assert count <= num_changed and len(data) == 4 * 4 + count * (2 + dtype.itemsize)
+    assert count is not None, "a hundredth is less than half"
 
 
 def started(program, *arguments):
@@ -73,8 +150,9 @@ def started(program, *arguments):
 
 RECEIVER = """
 import hashlib, json, sys, torch
-from lockstep.engines.weight_link import _as_bytes, receive
-found = receive(rank=0, device=torch.device("cpu"), **json.loads(sys.stdin.readline()))
+from lockstep.engines.weight_link import WeightReceiver, _as_bytes
+invitation, load = json.loads(sys.stdin.readline())
+found = WeightReceiver(rank=0, device=torch.device("cpu"), **invitation).tensors(**load)
 print(json.dumps({n: hashlib.sha256(_as_bytes(x).numpy()).hexdigest() for n, x in found}))
 """
 
@@ -83,7 +161,7 @@ print(json.dumps({n: hashlib.sha256(_as_bytes(x).numpy()).hexdigest() for n, x i
 def test_tensors_arrive_in_another_process(way):
     link = sender(way, 1)
     with started(RECEIVER) as worker:
-        worker.stdin.write(json.dumps(link.invitation) + "\n")
+        worker.stdin.write(json.dumps([link.invitation, link.open_load()]) + "\n")
         worker.stdin.flush()
         link.send(tensors().items(), has_failed=lambda: worker.poll() is not None)
         found = json.loads(worker.stdout.readline())
@@ -92,23 +170,16 @@ def test_tensors_arrive_in_another_process(way):
     assert found == {name: hashlib.sha256(x).hexdigest() for name, x in wanted.items()}
 
 
-def test_the_file_is_for_this_user_alone_and_goes_with_the_load():
-    link = sender("file", 1)
-    assert link._file.stat().st_mode & 0o777 == 0o600
-    link.close()
-    assert not link._file.exists()
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_a_worker_that_fails_ends_the_load(way, small_buckets):
     link = sender(way, 1)
 
-    def take_one(invitation):
-        next(iter(receive(rank=0, device=CPU, **invitation)))
+    def take_one(load):
+        next(WeightReceiver(rank=0, device=CPU, **link.invitation).tensors(**load))
         raise ValueError("shape")
 
     with ThreadPoolExecutor(1) as workers:
-        taken = workers.submit(take_one, link.invitation)
+        taken = workers.submit(take_one, link.open_load())
         with pytest.raises(EngineError, match="broke off"):
             link.send(tensors().items(), has_failed=taken.done)
         with pytest.raises(ValueError, match="shape"):
@@ -125,7 +196,7 @@ def test_a_trainer_that_stops_in_the_middle_ends_the_workers_wait(way, small_buc
         raise ValueError("a rank is gone")
 
     with ThreadPoolExecutor(1) as workers:
-        taken = workers.submit(take, 0, link.invitation)
+        taken = workers.submit(received, 0, link.invitation, link.open_load())
         with pytest.raises(ValueError, match="gone"):
             link.send(two_and_an_error(), has_failed=taken.done)
         link.close()
@@ -137,17 +208,16 @@ TRAINER = """
 import json, sys
 from lockstep.engines.weight_link import WeightSender
 link = WeightSender(num_workers=1, host="127.0.0.1", is_same_host=True)
-print(json.dumps(link.invitation), flush=True)
+print(json.dumps([link.invitation, link.open_load()]), flush=True)
 sys.stdin.readline()
 """
 
 
 def test_a_trainer_that_ends_without_a_word_ends_the_workers_wait():
     with started(TRAINER) as trainer, ThreadPoolExecutor(1) as workers:
-        invitation = json.loads(trainer.stdout.readline())
-        taken = workers.submit(take, 0, invitation)
+        invitation, load = json.loads(trainer.stdout.readline())
+        taken = workers.submit(received, 0, invitation, load)
         time.sleep(0.5)  # it waits for the first bucket
         trainer.kill()
         with pytest.raises(EngineError, match="other side"):
             taken.result(60)
-    Path(invitation["path"]).unlink()

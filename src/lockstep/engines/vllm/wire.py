@@ -178,11 +178,13 @@ class VllmWire(HttpWire):
         *,
         server: VllmServer | None = None,
         decoder: DecoderChoice = "auto",
+        is_delta: bool = False,
     ) -> None:
         """Finds out about the running server. Raises CapabilityError, with the command that would
         help, if it lacks what a run needs or serves another model."""
         super().__init__(client, context)
-        self.server = server
+        self.server, self._is_delta = server, is_delta
+        self._link: WeightSender | None = None
         settings = _settings(client)
         model = settings["model_config"]
         rpc = {"method": "lockstep_facts", "kwargs": {}}
@@ -361,23 +363,38 @@ class VllmWire(HttpWire):
 
     async def _send(self, tensors: Mapping[str, Any]) -> None:
         await self._prepare()
-        host = urlsplit(self.url).hostname or ""
-        is_here = self.server is not None or is_same_host(host)
-        link = WeightSender(num_workers=self._num_workers, host=host, is_same_host=is_here)
-        call = {"method": "lockstep_load_link", "kwargs": link.invitation}
+        link = self._link = self._link or self._open_link()
+        call = {
+            "method": "lockstep_load_link",
+            "kwargs": {"invitation": link.invitation, "load": link.open_load()},
+        }
         answer = asyncio.create_task(self._client.post("/collective_rpc", call))
         try:
             await asyncio.to_thread(link.send, tensors.items(), has_failed=answer.done)
+            await answer
         except EngineError:
-            link.close()
+            self._drop_link()
             await answer  # if it has an error of its own, that says more
             raise
         except BaseException:
+            self._drop_link()
             answer.cancel()
             raise
-        finally:
-            link.close()
-        await answer
+
+    def _open_link(self) -> WeightSender:
+        host = urlsplit(self.url).hostname or ""
+        return WeightSender(
+            num_workers=self._num_workers,
+            host=host,
+            is_same_host=self.server is not None or is_same_host(host),
+            is_delta=self._is_delta,
+        )
+
+    def _drop_link(self) -> None:
+        """The next load begins with whole tensors."""
+        if self._link is not None:
+            self._link.close()
+        self._link = None
 
     async def read_label(self) -> str:
         """The label; empty for a server that is gone and that the next load restarts."""
@@ -388,6 +405,7 @@ class VllmWire(HttpWire):
         if server is None:
             raise EngineError(f"{self.url}: {reason}, and it is not this run's to start.")
         self._context.on_wait(f"starting vLLM again from {directory}: {reason}")
+        self._drop_link()
         await asyncio.to_thread(server.restart, directory, self._context.on_wait)
         self._client = server.client
         for name, adapter in self._loaded.items():
@@ -410,6 +428,7 @@ class VllmWire(HttpWire):
         await self._client.post("/wake_up?tags=kv_cache")
 
     async def close(self) -> None:
+        self._drop_link()
         if self.server is not None:
             await asyncio.to_thread(self.server.process.stop)
 
@@ -435,12 +454,14 @@ def vllm_on_server(config: VllmConfig, context: EngineContext) -> ServedEngine:
     if config.urls:
         client = connect(config, context, name="vllm", how_started=HOW_STARTED)
         lease = Lease(context.run, server=client.url, take_over=config.take_over)
-        return ServedEngine(VllmWire(client, context, decoder=config.decoder), lease=lease)
+        wire = VllmWire(client, context, decoder=config.decoder, is_delta=config.delta_sync)
+        return ServedEngine(wire, lease=lease)
     server = VllmServer(config, context)
     try:
         server.wait(context.on_wait)
         lease = Lease(context.run, server=server.client.url)
-        return ServedEngine(VllmWire(server.client, context, server=server), lease=lease)
+        wire = VllmWire(server.client, context, server=server, is_delta=config.delta_sync)
+        return ServedEngine(wire, lease=lease)
     except BaseException:  # Ctrl-C while it loads leaves no server either
         server.process.stop()
         raise

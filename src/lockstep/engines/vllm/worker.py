@@ -5,6 +5,7 @@ vLLM imports it before the model is made; /collective_rpc calls its methods on e
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from lockstep.engines.vllm.cpu_kernels import mend_cpu_kernels
 from lockstep.engines.vllm.plugin import package_version
 from lockstep.engines.vllm.weights import update_weights, why_not_in_place
-from lockstep.engines.weight_link import receive
+from lockstep.engines.weight_link import WeightReceiver
 
 # vLLM imports this module, and calls nothing of it, before it makes the model.
 mend_cpu_kernels()
@@ -25,6 +26,7 @@ class LockstepWorker:
     vllm_config: Any
     rank: int
     device: torch.device
+    lockstep_receiver: WeightReceiver | None = None
 
     def lockstep_facts(self) -> dict[str, Any]:
         """The model's config.json, and three facts: the reason why its weights cannot be replaced
@@ -50,7 +52,12 @@ class LockstepWorker:
         model = self.model_runner.get_model()
         update_weights(model, self.vllm_config, directory)
 
-    def lockstep_load_link(self, **invitation: Any) -> None:
-        """Loads the tensors that a trainer sends meanwhile: see `WeightSender.invitation`."""
-        tensors = receive(rank=self.rank, device=self.device, **invitation)
-        update_weights(self.model_runner.get_model(), self.vllm_config, tensors)
+    def lockstep_load_link(self, invitation: Mapping[str, Any], load: Mapping[str, Any]) -> None:
+        """Loads the tensors that a trainer sends meanwhile, over a link that stays for the next
+        load: see `WeightSender`."""
+        receiver = self.lockstep_receiver
+        if receiver is None or receiver.name != invitation["name"]:
+            receiver = WeightReceiver(rank=self.rank, device=self.device, **invitation)
+            self.lockstep_receiver = receiver
+        model = self.model_runner.get_model()
+        update_weights(model, self.vllm_config, receiver.tensors(**load))
