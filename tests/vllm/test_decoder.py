@@ -270,6 +270,9 @@ def test_scores_are_the_trainers(engine, model):
     found = asyncio.run(engine.score(ids)).logprobs
     wanted = trained(model, request_of(0, ids[:1], distribution="model"), ids[1:])
     assert np.array_equal(found[1:], wanted)
+    cached = asyncio.run(engine.score(ids, first=400))
+    assert cached.num_cached_tokens == 384, "of the score before: blocks of 32"
+    assert np.array_equal(cached.logprobs[400:], wanted[399:])
 
 
 def test_what_the_draws_do_not_know_is_refused(engine):

@@ -121,6 +121,18 @@ def test_scores_are_those_of_the_trainer(engine, first):
         asyncio.run(engine.score(ids, distribution="tempered", temperature=0.7))
 
 
+def test_a_scored_reply_takes_its_prompt_from_the_cache_and_nothing_behind_it(engine, first):
+    ids = np.array([9 + i % 200 for i in range(2 * BLOCK + 100)], np.int32)
+    wanted = trainer_logprobs(first, ids)
+    reply = 2 * BLOCK + 40
+    # A reply's first id is predicted at the position before it, which must be computed.
+    for start, num_cached in ((reply, 0), (reply, 2), (reply, 2), (2 * BLOCK, 1), (1, 0)):
+        found = asyncio.run(engine.score(ids, first=start))
+        assert found.num_cached_tokens == num_cached * BLOCK
+        assert np.isnan(found.logprobs[:start]).all()
+        assert np.abs(found.logprobs[start:] - wanted[start:]).max() < CLOSE
+
+
 def test_more_prompts_than_one_step_computes_keep_their_seeds(engine):
     prompts = [[5 + (i + 7 * number) % 300 for i in range(300)] for number in range(40)]
 

@@ -26,7 +26,7 @@ from lockstep.engines.served import AnswerChunk, Wire
 from lockstep.engines.vllm import plugin
 from lockstep.engines.vllm.checkpoint import check_readable
 from lockstep.engines.vllm.started import engine_arguments
-from lockstep.engines.vllm.wire import SCORE_SETTINGS, sampling_settings
+from lockstep.engines.vllm.wire import sampling_settings, score_settings
 from lockstep.errors import CapabilityError, ConfigError, EngineError, MissingExtraError
 from lockstep.launch.event_loop import running
 from lockstep.types import Request, SamplingParams
@@ -161,9 +161,8 @@ class LocalWire(Wire):
             self._drop(request.id)
 
     async def score(self, request: Request, *, first: int) -> AnswerChunk:
-        asked = self._vllm.SamplingParams(
-            **SCORE_SETTINGS, output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY
-        )
+        kind = self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY
+        asked = self._vllm.SamplingParams(**score_settings(first), output_kind=kind)
         call = self._add(request, asked)
         try:
             output = await call.next()
@@ -309,9 +308,9 @@ def _import_vllm(config: VllmConfig, *, is_ours: bool) -> Any:
             f"({error}). Or leave it out and name another environment's: engine.python=PATH."
         ) from error
     found: Any = vllm
+    plugin.register()
     if is_ours:
         plugin.check_version(found.__version__)
-        plugin.register()
         os.environ |= plugin.environment_of("decoder")
     if config.deterministic and not found.platforms.current_platform.is_cpu():
         os.environ["VLLM_BATCH_INVARIANT"] = "1"  # on a CPU `engine_arguments` refuses it

@@ -69,6 +69,10 @@ DISTRIBUTION = "lockstep_distribution"
 """Key of the distribution whose log-probs are recorded; without it, the one of the draws."""
 
 
+SCORE_FROM = "lockstep_score_from"
+"""Key of the first id whose log-prob a scored text wants."""
+
+
 def settings_for(ops: object) -> dict[str, str]:
     """Arguments that make Lockstep's decoder in vLLM compute as the trainer does. ops: the
     trainer's; None lets the decoder's own self-test find them."""
@@ -88,16 +92,26 @@ def package_version() -> str:
 
 
 def register() -> None:
-    """Tells vLLM in this process where the model is; vLLM imports it when it makes one."""
+    """Tells vLLM in this process where the model is, which it imports when it makes one; and mends
+    the scoring of a version whose inside is known."""
+    import vllm  # pyright: ignore
     from vllm.model_executor.models.registry import ModelRegistry  # pyright: ignore
 
+    if is_known_version(vllm.__version__):
+        from lockstep.engines.vllm.scoring import read_cached_prefixes
+
+        read_cached_prefixes()
     if ARCHITECTURE not in ModelRegistry.get_supported_archs():
         ModelRegistry.register_model(ARCHITECTURE, f"lockstep.engines.vllm.model:{ARCHITECTURE}")
 
 
+def is_known_version(found: str) -> bool:
+    return ".".join(found.split(".")[:2]) in KNOWN_VERSIONS
+
+
 def check_version(found: str) -> None:
     """Raises CapabilityError for a vLLM version that the decoder was not tested with."""
-    if ".".join(found.split(".")[:2]) not in KNOWN_VERSIONS:
+    if not is_known_version(found):
         known = ", ".join(f"{name}.x" for name in KNOWN_VERSIONS)
         raise CapabilityError(
             f"engine.decoder=lockstep: Lockstep's decoder is known to run in vLLM {known}, and "

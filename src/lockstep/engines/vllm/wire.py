@@ -35,7 +35,13 @@ from lockstep.engines.http_wire import (
 )
 from lockstep.engines.lease import Lease
 from lockstep.engines.served import AnswerChunk, ServedEngine
-from lockstep.engines.vllm.plugin import DISTRIBUTION, SEED, SUPPORT, check_attached
+from lockstep.engines.vllm.plugin import (
+    DISTRIBUTION,
+    SCORE_FROM,
+    SEED,
+    SUPPORT,
+    check_attached,
+)
 from lockstep.engines.vllm.started import WORKER_EXTENSION, VllmServer
 from lockstep.engines.weight_link import WeightSender, is_same_host
 from lockstep.errors import CapabilityError, EngineDownError, EngineError, ServerRefusedError
@@ -76,13 +82,19 @@ DISTRIBUTIONS: dict[str, tuple[Distribution, ...]] = {
 }
 """--logprobs-mode, or Lockstep's decoder -> distributions that are recorded."""
 
-SCORE_SETTINGS: Mapping[str, Any] = {
-    "max_tokens": 1,
-    "temperature": 0.0,
-    "prompt_logprobs": 0,
-    "detokenize": False,
-    "ignore_eos": True,
-}
+
+def score_settings(first: int) -> dict[str, Any]:
+    """vLLM's sampling parameters for the log-probs of a prompt from id `first` on."""
+    return {
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "prompt_logprobs": 0,
+        "detokenize": False,
+        "ignore_eos": True,
+        "extra_args": {SCORE_FROM: first},
+    }
+
+
 """Sampling parameters of a call that scores its prompt."""
 
 
@@ -271,7 +283,7 @@ class VllmWire(HttpWire):
             raise EngineDownError(f"engine vllm at {self.url}: {reason}") from error
 
     async def score(self, request: Request, *, first: int) -> AnswerChunk:
-        answer = await self._client.post(GENERATE, self._body(request, SCORE_SETTINGS))
+        answer = await self._client.post(GENERATE, self._body(request, score_settings(first)))
         entries, token_ids = answer["prompt_logprobs"], request.prompt_ids
         found = [
             _finite(float(entries[at][str(token_id)]["logprob"]))
