@@ -61,7 +61,7 @@ class Transcript:
         if isinstance(fields, dict) and fields.get("role") == "tool":
             call_id, name = fields.get("tool_call_id") or "", fields.get("name") or ""
             fields["name"] = self.called(call_id, name)
-            if call_id and not fields["name"]:
+            if call_id and not fields["name"] and call_id not in self._names:
                 text = "must be the id of a call of an assistant before it"
                 raise FieldError("tool_call_id", f"{text}, found {call_id!r:.60}.")
         self.add(Message.from_dict(fields))
@@ -69,8 +69,8 @@ class Transcript:
     def called(self, call_id: Any, name: Any = "") -> Any:
         """The function that a tool's message answers: by the id of the call; else `name`; else,
         without an id, by its place after the calls. Empty if none."""
-        if isinstance(call_id, str) and (known := self._names.get(call_id)):
-            return known
+        if isinstance(call_id, str) and call_id in self._names:
+            return self._names[call_id]
         if name or call_id:
             return name
         for place, message in enumerate(reversed(self.messages)):

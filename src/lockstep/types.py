@@ -314,7 +314,7 @@ class Message:
         object.__setattr__(self, "tool_calls", tuple(calls))
         if self.tool_calls and self.role != "assistant":
             raise DataError(f"a {self.role} message has tool_calls; only an assistant's can.")
-        if self.role == "tool" and not self.name:
+        if self.role == "tool" and not (self.name or self.tool_call_id):
             raise DataError("a tool message needs `name`: the function that answers.")
 
     def lines(self) -> list[str]:
@@ -385,7 +385,7 @@ def _calls_of(source: Any) -> tuple[ToolCall, ...]:
                 f"{where}.type", f"is {fields['type']!r:.60}; only functions are read."
             )
         name, arguments, id_ = body.get("name"), body.get("arguments"), fields.get("id") or ""
-        if not isinstance(name, str) or not name:
+        if not isinstance(name, str):  # a model may have drawn an empty one
             raise FieldError(where, f"is malformed: it needs a `name`, found {call!r:.60}.")
         if not isinstance(id_, str):
             raise FieldError(f"{where}.id", f"must be text, found {id_!r:.60}.")

@@ -6,6 +6,7 @@ from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.dialogues import read_messages
 from lockstep.errors import AlignmentError, DataError, TokenError
 from lockstep.types import (
     COLUMNS,
@@ -217,6 +218,15 @@ def test_messages_read_the_openai_form_and_write_one_that_reads_back_equal():
         ToolCall(name="g", arguments='{"b": 2}'),
     )
     assert Message.from_dict(message.to_dict()) == message
+
+
+def test_a_model_may_draw_a_call_without_a_name_and_is_answered():
+    call = {"id": "c1", "type": "function", "function": {"name": "", "arguments": "{}"}}
+    answer = {"role": "tool", "tool_call_id": "c1", "content": "no such tool"}
+    asked, answered = read_messages(
+        [{"role": "assistant", "tool_calls": [call]}, answer], where="here"
+    )
+    assert asked.tool_calls[0].name == answered.name == ""
 
 
 @pytest.mark.parametrize(
