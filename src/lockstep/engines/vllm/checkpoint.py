@@ -64,5 +64,10 @@ def config_overrides(directory: Path) -> dict[str, Any]:
     return {**found, "rope_parameters": yarn}
 
 
+def has_latents(directory: Path) -> bool:
+    """True if vLLM runs the model by its multi-head latent attention."""
+    return _config(directory).get("model_type") == "deepseek_v3"
+
+
 def _config(directory: Path) -> dict[str, Any]:
     return json.loads((directory / "config.json").read_text())

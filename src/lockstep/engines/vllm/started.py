@@ -20,7 +20,7 @@ from lockstep.engines.config import VllmConfig
 from lockstep.engines.http import HttpClient
 from lockstep.engines.server_process import ServerProcess
 from lockstep.engines.vllm import plugin
-from lockstep.engines.vllm.checkpoint import check_readable, config_overrides
+from lockstep.engines.vllm.checkpoint import check_readable, config_overrides, has_latents
 from lockstep.errors import CapabilityError, EngineError
 from lockstep.launch.place import free_port
 
@@ -85,6 +85,8 @@ def engine_arguments(
         # generator cannot: the engine ends ("CPU Generator does not use offset").
         settings["max-num-batched-tokens"] = max(CPU_STEP_TOKENS, max_tokens)
         flags += ["no-enable-chunked-prefill", "enforce-eager"]
+        if has_latents(directory) and settings["dtype"] == "float32":
+            settings["attention-backend"] = "CPU_MLA"  # that for AMX takes two bytes alone
     if wanted := config.max_adapter_rank:
         flags.append("enable-lora")
         fitting = (rank for rank in LORA_RANKS if rank >= wanted)
