@@ -64,6 +64,12 @@ class Solved:
     """[n, H, C / BLOCK, BLOCK, BLOCK]."""
 
 
+def _of_row(row: Tensor, inverse: Tensor, matmul: Matmul) -> Tensor:
+    """row [n, 1, BLOCK] @ inverse [n, BLOCK, BLOCK]. A CPU computes each product of this size by
+    itself, and `matmul` would pad the row."""
+    return torch.bmm(row, inverse) if row.device.type == "cpu" else matmul(row, inverse)
+
+
 def _lower(of: Tensor, diagonal: int) -> Tensor:
     return torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=of.device).tril(diagonal)
 
@@ -115,7 +121,7 @@ def solve(
     ).reshape(-1, BLOCK, BLOCK)
     inverse = torch.eye(BLOCK, dtype=c.dtype, device=c.device).repeat(len(diagonal), 1, 1)
     for row in range(1, BLOCK):
-        inverse[:, row : row + 1] -= torch.bmm(diagonal[:, row : row + 1], inverse)
+        inverse[:, row : row + 1] -= _of_row(diagonal[:, row : row + 1], inverse, matmul)
     inverse = inverse.view(n, H, blocks, BLOCK, BLOCK)
     writes, wanted = torch.empty_like(v), v.new_empty(n, H, blocks, BLOCK, V)
     for block in range(blocks):
@@ -368,7 +374,7 @@ def decode(parts: Sequence[Tensor], *, layer: int, step: StateStep, matmul: Matm
         rest = rest - matmul(known.view(N * H, 4, CHUNK), writes).view(N, H, 4, V)[:, :, 1]
     diagonal = pairs[:, :, 1].gather(-1, at.block) * (strength * at.before)
     inverse = step.stored(states.inverse, layer).flatten(0, 1)
-    row = at.unit - torch.bmm(diagonal.view(N * H, 1, BLOCK), inverse).view(N, H, BLOCK)
+    row = at.unit - _of_row(diagonal.view(N * H, 1, BLOCK), inverse, matmul).view(N, H, BLOCK)
     states.inverse[layer].view(-1, BLOCK).index_copy_(0, at.blocks, step.rows(row).view(-1, BLOCK))
     states.wanted[layer].view(-1, V).index_copy_(0, at.blocks, step.rows(rest).view(-1, V))
     wanted = step.stored(states.wanted, layer).flatten(0, 1)
