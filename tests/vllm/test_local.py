@@ -121,7 +121,7 @@ def test_scores_are_those_of_the_trainer(engine, first):
         asyncio.run(engine.score(ids, distribution="tempered", temperature=0.7))
 
 
-def test_a_scored_reply_takes_its_prompt_from_the_cache_and_nothing_behind_it(engine, first):
+def test_a_scored_reply_takes_its_prompt_from_the_cache(engine, first):
     ids = np.array([9 + i % 200 for i in range(2 * BLOCK + 100)], np.int32)
     wanted = trainer_logprobs(first, ids)
     reply = 2 * BLOCK + 40

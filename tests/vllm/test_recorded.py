@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from engine_contexts import context_of
-from test_server import changed, dense  # noqa: F401  fixtures
+from test_vllm_server import changed, dense  # noqa: F401  fixtures
 from vllm_models import run
 
 from lockstep.models.locate import locate_model

@@ -119,6 +119,10 @@ class EmbeddedConfig(EngineConfig):
     """Keep the keys and values of finished requests, so that the next turn computes only its new
     tokens."""
 
+    lookup_tokens: Annotated[int, at_least(0)] = 0
+    """Longest guess at a request's next tokens: what followed its last three tokens earlier in its
+    text. A step computes it whole and keeps the part that was drawn: same tokens and log-probs, in
+    fewer steps where replies repeat their prompt. 0 guesses nothing."""
     resident_rows: bool = True
     """Hold the keys and values of running requests a second time, contiguous per request, so that
     decoding reads them in place and gathers no pages. Takes at most as much memory again as

@@ -280,6 +280,17 @@ class BatchRows:
         ids, logprobs, support = sample_groups(logits, uniform, self._groups[1], ops, **filters)
         return pack_draws(ids, logprobs), support
 
+    def groups_of(self, row_of: npt.NDArray[np.int64], device: torch.device) -> list[Group]:
+        """The draws of several tokens per row by their rules. row_of: [T] the row of each."""
+        found = group_rows(self._rules, self.rule_of[row_of], device)
+        return [(rule, at, row_of[numbers]) for rule, at, numbers in found]
+
+    def text(self, row: int) -> Int32Array:
+        """Ids of the prompt, and those sampled since."""
+        ids, count = self.sequences[row].ids, int(self.counts[row])
+        num_new = int(self.positions[row]) + 1 - len(ids)
+        return np.concatenate([ids, self.sampled_ids[row, count - num_new : count]])
+
     def _allowed(self, row: int) -> npt.NDArray[np.bool_]:
         grammar = self.sequences[row].grammar
         assert grammar is not None, "a constrained row has one"
@@ -296,22 +307,21 @@ class BatchRows:
         ids: npt.NDArray[np.int64],
         logprobs: npt.NDArray[np.float32],
         support: Mapping[int, Int32Array],
+        rows: npt.NDArray[np.int64],
     ) -> npt.NDArray[np.bool_]:
-        """Appends the tokens from `sample` to the rows. Returns which rows end with theirs: at a
-        stop id, at their limit, or by a log-prob that is not a number."""
-        n = self.num
-        rows, counts = np.arange(n), self.counts[:n]
-        self.sampled_ids[rows, counts] = ids
-        self.logprobs[rows, counts] = logprobs
+        """Appends a token to each of `rows`. Returns which rows end with theirs: at a stop id, at
+        their limit, or by a log-prob that is not a number."""
+        self.sampled_ids[rows, self.counts[rows]] = ids
+        self.logprobs[rows, self.counts[rows]] = logprobs
         for row, kept_ids in support.items():
             of_request = self.sequences[row].support
             assert of_request is not None, "only a request that asks gets its support"
             of_request.append(kept_ids)
-        counts += 1
-        self.positions[:n] += 1
-        self.last_ids[:n] = ids
-        ended = (self.stop_ids[:n] == ids[:, None]).any(1)
-        ended |= counts >= self.limits[:n]
+        self.counts[rows] += 1
+        self.positions[rows] += 1
+        self.last_ids[rows] = ids
+        ended = (self.stop_ids[rows] == ids[:, None]).any(1)
+        ended |= self.counts[rows] >= self.limits[rows]
         ended |= ~(logprobs > -np.inf)
         return ended
 
@@ -325,6 +335,10 @@ class PrefillChunk:
     stop: int
     place: slice = field(default_factory=lambda: slice(0))
     """Range of its tokens within the step."""
+
+    @property
+    def ids(self) -> Int32Array:
+        return self.sequence.ids[self.start : self.stop]
 
     @property
     def is_last(self) -> bool:
@@ -372,7 +386,7 @@ def build_inputs(
         tables[row, : len(pages)] = pages
     sequence_of = np.repeat(np.arange(len(starts)), lengths)
     positions = np.arange(len(sequence_of)) + (starts - firsts)[sequence_of]
-    ids = np.concatenate([rows.last_ids[:n], *(c.sequence.ids[c.start : c.stop] for c in ordered)])
+    ids = np.concatenate([rows.last_ids[:n], *(c.ids for c in ordered)])
     write_index = tables[sequence_of, positions // size] * size + positions % size
     blocks, place_index, work, states = (), None, None, None
     if num_heads is None:

@@ -36,6 +36,7 @@ from lockstep.engines.embedded.batch import (
 )
 from lockstep.engines.embedded.decode_graph import Capture, CudaGraphs, DecodeGraphs
 from lockstep.engines.embedded.kv_cache import PagedCache, ResidentCache
+from lockstep.engines.embedded.lookup import Guess, draw, guesses_of
 from lockstep.engines.embedded.scheduler import Scheduler
 from lockstep.engines.embedded.state_cache import StateCache
 from lockstep.engines.grammar import Vocabulary
@@ -44,7 +45,7 @@ from lockstep.engines.ledger import (
     limit_of,
     no_adapter,
 )
-from lockstep.errors import CapabilityError, EngineError, TornWeightsError
+from lockstep.errors import CapabilityError, ConfigError, EngineError, TornWeightsError
 from lockstep.launch.event_loop import running
 from lockstep.launch.gpu import release_gpu_memory
 from lockstep.models.adapters import AdapterStacks
@@ -124,9 +125,17 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
             make_capture = CudaGraphs
         if make_capture is not None and model.ops.reads_work(device) and shape.linear is None:
             self._graphs = DecodeGraphs(self._rows, self._cache, make_capture)
+        if config.lookup_tokens and (shape.linear is not None or self._graphs is not None):
+            raise ConfigError(
+                f"engine.lookup_tokens={config.lookup_tokens}: guesses cannot be taken back from a "
+                "state of linear attention, nor computed in a CUDA graph. Leave it out, or set "
+                "engine.cuda_graphs=false."
+            )
         self._scheduler = Scheduler(config, self._rows, self._cache, self.stats)
         self._watched: dict[Sequence, None] = {}
         """Requests that need code after every token: stop strings, streams."""
+        self._guesses: list[Guess] = []
+        """Of the last step."""
         self._ahead: PendingDraws | None = None
         """A step that the device has begun before the tokens of the last one were handled."""
         self._arrivals = count(1)
@@ -356,7 +365,10 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         places = rows.places[: rows.num].copy()
         self._ahead = self._launch_ahead(draws, places)
         ids, logprobs = draws.wait()
-        self._after_sampling(ids[places], logprobs[places], draws.support)
+        every = np.arange(rows.num)
+        self._after_sampling(ids[places], logprobs[places], draws.support, every)
+        for guess in self._guesses:
+            self._keep_drawn(guess)
 
     def _launch(self) -> PendingDraws | None:
         """Begins a step. None if it only prefills."""
@@ -364,6 +376,7 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         chunks, broken = self._scheduler.plan(), []
         num_fed = rows.num
         assert num_fed or chunks, "a request can run whenever there is one"
+        self._guesses = guesses_of(rows, self._config.lookup_tokens)
         cache.run_copies()
         with torch.inference_mode():
             drawn, computed, parts = None, None, []
@@ -372,13 +385,20 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
                 drawn, hidden = self._graphs.run(self._model)
                 parts, num_eager = [] if hidden is None else [hidden], 0
             if chunks or num_eager:
-                chunks, computed = self._compute(chunks, num_rows=num_eager)
+                fed = [*chunks, *self._guesses]
+                fed, computed = self._compute(fed, num_rows=num_eager)
+                chunks = [chunk for chunk in fed if not isinstance(chunk, Guess)]
                 parts.append(self._predictors(chunks, computed, num_rows=num_eager))
             num_drawn, support = 0 if drawn is None else num_fed, {}
             if rows.num > num_drawn:
+                if self._guesses and computed is not None:
+                    parts += [computed[guess.place] for guess in self._guesses]
                 hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
                 logits = self._model.logits(hidden)
-                packed, support = rows.sample(logits, self._model.ops, first=num_drawn)
+                own, guessed = logits.tensor_split([rows.num - num_drawn])
+                packed, support = rows.sample(own, self._model.ops, first=num_drawn)
+                if self._guesses:
+                    draw(self._guesses, rows, guessed, self._model.ops)
                 drawn = packed if drawn is None else torch.cat([drawn[:, :num_fed], packed], 1)
             if drawn is not None:
                 draws = PendingDraws(drawn, rows.num, support)
@@ -443,7 +463,7 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
     ) -> torch.Tensor:
         """Hidden states to draw tokens from: of rows, and of the last tokens of prompts, which
         become rows."""
-        if not chunks:
+        if len(hidden) == num_rows:
             return hidden
         places = np.array([*range(num_rows), *self._finish_prefill(chunks)], np.int64)
         return hidden[to_device(places, hidden.device)]
@@ -520,20 +540,38 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
 
     # -- after a step -------------------------------------------------------------------------
 
+    def _keep_drawn(self, guess: Guess) -> None:
+        """Samples what was drawn behind guessed tokens, while those were drawn too."""
+        rows, sequence = self._rows, guess.sequence
+        assert guess.drawn is not None, "the step has drawn"
+        for expected, id_, logprob in zip(guess.guessed, *guess.drawn, strict=True):
+            row = sequence.row
+            if row < 0 or rows.last_ids[row] != expected:
+                return
+            rows.is_loaded[row] = False  # the guessed tokens' keys are in the pages alone
+            ids, logprobs = np.array([id_], np.int64), np.array([logprob])
+            self._after_sampling(ids, logprobs, {}, np.array([row]))
+            self.stats["guessed_tokens"] += 1
+
     def _after_sampling(
-        self, ids: np.ndarray, logprobs: np.ndarray, support: Mapping[int, Int32Array]
+        self,
+        ids: np.ndarray,
+        logprobs: np.ndarray,
+        support: Mapping[int, Int32Array],
+        sampled: np.ndarray,
     ) -> None:
+        """sampled: rows that get a token each."""
         rows, stats = self._rows, self.stats
-        num = rows.num
-        ended = rows.record(ids, logprobs, support)
-        stats["sampled_tokens"] += num
-        finished = [rows.sequences[i] for i in np.flatnonzero(ended)] if ended.any() else []
-        for sequence, id_ in [(s, int(ids[s.row])) for s in rows.constrained()]:
+        ended = rows.record(ids, logprobs, support, sampled)
+        stats["sampled_tokens"] += len(sampled)
+        finished = [rows.sequences[i] for i in sampled[ended]] if ended.any() else []
+        constrained = rows.constrained() if len(sampled) == rows.num else ()
+        for sequence, id_ in [(s, int(ids[s.row])) for s in constrained]:
             assert sequence.grammar is not None, "a constrained row has one"
             if problem := sequence.grammar.advance(id_):
                 self._fail(sequence, EngineError(f"{sequence.where}: its grammar: {problem}"))
         for sequence in list(self._watched):
-            if sequence.row < 0:
+            if sequence.row not in sampled:
                 continue
             if (text := self._matched_string(sequence)) is not None:
                 self._finish_row(sequence, "stop", text)

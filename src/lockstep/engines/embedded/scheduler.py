@@ -10,8 +10,6 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 
-import numpy as np
-
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.batch import BatchRows, PrefillChunk, Sequence
 from lockstep.engines.embedded.kv_cache import PagedCache
@@ -80,13 +78,8 @@ class Scheduler:
         self._is_settled = False
         if row >= 0:
             rows = self.rows
-            known = len(sequence.ids)
-            total = int(rows.positions[row]) + 1
-            if total > known:  # ids of the prompt, then ids sampled since admission
-                count = int(rows.counts[row])
-                tail = rows.sampled_ids[row, count - (total - known) : count]
-                sequence.ids = np.concatenate([sequence.ids, tail])
-            computed = total - 1
+            sequence.ids = rows.text(row)
+            computed = int(rows.positions[row])
             rows.remove(row)
         else:
             self.prefilling.remove(sequence)

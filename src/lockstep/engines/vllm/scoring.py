@@ -4,7 +4,7 @@ vLLM computes the whole prompt of a request that asks for its log-probs, since p
 cache have none. A request of ours asks for those of a reply alone: the prompt before it may come
 from the cache. Where the keys are kept is then bounded by the request's first wanted id.
 
-Guard: tests/vllm/test_local.py::test_a_scored_reply_takes_its_prompt_from_the_cache_and_nothing_behind_it
+Guard: tests/vllm/test_local.py::test_a_scored_reply_takes_its_prompt_from_the_cache
 """
 
 # pyright: reportMissingImports=false
