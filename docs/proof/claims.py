@@ -205,7 +205,7 @@ class Claim:
         found = (
             f"claims.py --quick {part}"
             if source == "measured"
-            else "pretrained.py story"
+            else f"pretrained.py {part}"
             if source == "pretrained"
             else f"studies.py {source}"
             for source, part in self.sources

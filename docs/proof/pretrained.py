@@ -6,7 +6,7 @@
 Parts: calculator and search (demonstrations, then RL with a tool; search has several turns), sums
 (RL alone, without a tool), equal (the tokens of other number formats and of all weights), faults
 (single faults of the published program), story (the whole program, and the noise of other
-numerics; its last rows need `make .venv-vllm/.installed`). Needs `lockstep fetch smollm2-135m`.
+numerics; its last rows need `make .venv-vllm/.installed`), replies (encoded again). Needs `lockstep fetch smollm2-135m`.
 Writes pretrained.json and docs/tasks/pretrained.png after each run; what is not measured again
 stays.
 """
@@ -45,7 +45,7 @@ PLAN = tomllib.loads(JSON.with_suffix(".toml").read_text())
 PROGRAMS = {"calculator": "calculator.py", "search": "document_search.py"}
 """Part -> the example that writes its tasks and demonstrations."""
 FAULTS = ("retokenized_rows", "rerendered_history", "dropped_final_tokens", "shifted_logprobs")
-NUM_SEEDS = {"equal": 1, "faults": 1, "story": 5}
+NUM_SEEDS = {"equal": 1, "faults": 1, "story": 1, "replies": 5}
 SCORINGS = (4, 16)
 """Scorings of the sampler that are averaged. One is the log-prob that it recorded."""
 EPISODES = 8
@@ -107,14 +107,8 @@ def teach(seed: int, place: Path) -> None:
 
 
 def story(seed: int, place: Path) -> dict[str, Any]:
-    """k1, k2 of each rung of `doctor --ladder` and of the published program; the noise table; how
-    many replies of the published model are encoded to other ids."""
+    """k1, k2 of each rung of `doctor --ladder` and of the published program; the noise table."""
     os.chdir(place)
-    run(PLAN["replies"], place, seed)
-    replies = [t for group in load_run(place / "replies").groups(0) for t in group.trajectories]
-    model = configure("custom", overrides=[*words_of("@sums"), "model=smollm2-135m"])
-    again = reencoded(replies, read_model_files(model).renderer.tokenizer)
-    print(again, flush=True)
     teach(seed, place)
 
     def config(*settings: str) -> Config:
@@ -137,7 +131,15 @@ def story(seed: int, place: Path) -> dict[str, Any]:
         seconds = round(time.perf_counter() - began, 1)
         noise.setdefault(name, {})[str(scorings)] = {**measured, "seconds": seconds}
         print(name, scorings, noise[name][str(scorings)], flush=True)
-    return {"rungs": rungs, "noise": noise, "reencoded": again}
+    return {"rungs": rungs, "noise": noise}
+
+
+def replies(seed: int, place: Path) -> dict[str, Any]:
+    """How many replies of the published model are encoded to other ids than were sampled."""
+    found = run(PLAN["replies"], place, seed)
+    played = [t for group in load_run(place / "replies").groups(0) for t in group.trajectories]
+    model = configure("custom", overrides=[*words_of("@sums"), "model=smollm2-135m"])
+    return found | reencoded(played, read_model_files(model).renderer.tokenizer)
 
 
 def faults(seed: int, place: Path) -> dict[str, Any]:
@@ -176,7 +178,8 @@ def plot(found: dict[str, Any]) -> None:
 
 def main() -> None:
     names = ("calculator", "search", "sums", "equal")
-    parts = {name: partial(play, name) for name in names} | {"faults": faults, "story": story}
+    parts = {name: partial(play, name) for name in names}
+    parts |= {"faults": faults, "story": story, "replies": replies}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*parts, []], default=list(parts))
     parser.add_argument("--seeds", nargs="*", type=int, help="none: as many as the part has")
