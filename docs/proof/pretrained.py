@@ -6,9 +6,9 @@
 Parts: calculator and search (demonstrations, then RL with a tool; search has several turns), sums
 (RL alone, without a tool), equal (the tokens of other number formats and of all weights), faults
 (single faults of the published program), story (the whole program, and the noise of other
-numerics; its last rows need `make .venv-vllm/.installed`), replies (encoded again). Needs
-`lockstep fetch smollm2-135m`. Writes pretrained.json and docs/tasks/pretrained.png after each run; what is not measured again
-stays.
+numerics; its last rows need `make .venv-vllm/.installed`), replies (encoded again).
+Needs `lockstep fetch smollm2-135m`. Writes pretrained.json and docs/tasks/pretrained.png after each
+run; what is not measured again stays.
 """
 
 from __future__ import annotations
