@@ -104,6 +104,8 @@ class Wire(Protocol):
     """
 
     capabilities: Capabilities
+    sent_bytes: int = 0
+    """Bytes of weights that all loads have sent over the wire; a directory has none."""
     keeps_labels: bool = False
     """The server stores a text beside its weights: `read_label` and `write_label` work."""
 
@@ -183,7 +185,7 @@ class _ServedEntry(Entry):
 class ServedEngine(LedgerEngine[_ServedEntry]):
     """`Engine` over a `Wire`."""
 
-    EVENTS = ("failed_requests", "retries", "dropped_tokens")
+    EVENTS = ("failed_requests", "retries", "dropped_tokens", "sent_bytes")
 
     def __init__(self, wire: Wire, *, lease: Lease | None = None) -> None:
         """lease: the run's claim to the server; kept if the wire keeps labels."""
@@ -269,6 +271,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
                     self._policy = await self._put("policy", source)
                 else:
                     await self.wire.load_weights(source, version=version)
+                    self.stats["sent_bytes"] = self.wire.sent_bytes
                 if before:
                     await self.wire.drop_adapter(before)
                 if self._lease is not None:

@@ -382,8 +382,9 @@ class VllmWire(HttpWire):
         }
         answer = asyncio.create_task(self._client.post("/collective_rpc", call))
         try:
-            await asyncio.to_thread(link.send, tensors.items(), has_failed=answer.done)
+            sent = await asyncio.to_thread(link.send, tensors.items(), has_failed=answer.done)
             await answer
+            self.sent_bytes += sent
         except EngineError:
             self._drop_link()
             await answer  # if it has an error of its own, that says more
