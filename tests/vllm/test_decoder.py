@@ -284,7 +284,7 @@ def test_what_the_draws_do_not_know_is_refused(engine):
         with pytest.raises(ValueError, match="Leave it out"):
             DrawSettings.validate_params(VllmSampling(**settings))
     with pytest.raises(EngineError, match="min_p"):
-        engine.wire._add("min p", np.array([5]), VllmSampling(min_p=0.1), 0, "")
+        engine.wire._add(request_of(9, [5]), VllmSampling(min_p=0.1))
 
 
 def test_vllms_own_model_differs_and_says_nothing_of_its_numerics(first, model):
