@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from lockstep.engines.base import Engine, EngineContext
     from lockstep.models.decoder import Decoder
     from lockstep.tinker.embedded import Base, OutsideEngine
+    from lockstep.tinker.service import TinkerService
 
 T = TypeVar("T")
 
@@ -149,14 +150,19 @@ async def opened(
         bases: dict[str, Base] = {}
         tinker_out = agents = store = None
         if "tinker" in config.api:
+            from lockstep.tinker.server import TinkerServer
+
             tinker_out = place or default_run_path("tinker")
             _check_bases(served)
-            bases = await open_bases(config, out=tinker_out, note=on_wait)
+            for name, model in base_names(config).items():
+                scratch = tinker_out / "engine" / name
+                base = await open_base(config, name, model, place=scratch, note=on_wait)
+                stack.push_async_callback(base.engine.close)
+                on_wait(f"{name}: {base.facts['numerics']}")
+                bases[name] = base
+            service = await _start_tinker(stack, config, bases, out=tinker_out, note=on_wait)
+            TinkerServer(service, key=key, listener=listener)
             place = place and default_run_path("agents", root=place / "runs")
-            opening = opened_tinker(
-                config, bases, key=key, out=tinker_out, note=on_wait, listener=listener
-            )
-            await stack.enter_async_context(opening)
         if "agents" in config.api:
             if place is not None:
                 directory = RunDirectory.create(place, to_dict(config))
@@ -539,49 +545,24 @@ async def _open_outside(
     return engine, outside, numerics, f"{name} samples: {how}"
 
 
-async def open_bases(
-    config: ServeConfig, *, out: Path, note: Callable[[str], None]
-) -> dict[str, Base]:
-    """The base models by the names that clients use; what receives them closes their engines. note:
-    gets lines for a person."""
-    found: dict[str, Base] = {}
-    try:
-        for name, model in base_names(config).items():
-            found[name] = await open_base(
-                config, name, model, place=out / "engine" / name, note=note
-            )
-            note(f"{name}: {found[name].facts['numerics']}")
-    except BaseException:
-        for each in found.values():
-            await each.engine.close()
-        raise
-    return found
-
-
-@contextlib.asynccontextmanager
-async def opened_tinker(
+async def _start_tinker(
+    stack: contextlib.AsyncExitStack,
     config: ServeConfig,
     bases: Mapping[str, Base],
     *,
-    key: str,
     out: Path,
     note: Callable[[str], None],
-    listener: Listener,
-) -> AsyncIterator[None]:
-    """Has the API ready inside the block, where the listener is to be started. Journal, checkpoints
-    and run directories are in `out`; another server over the same directory goes on with what this
-    one has accepted."""
+) -> TinkerService:
+    """The API without HTTP, until the stack is closed. Journal, checkpoints and run directories are
+    in `out`; another server over the same directory goes on with what this one has accepted."""
     from lockstep.tinker.embedded import EmbeddedBackend
     from lockstep.tinker.record import open_record
-    from lockstep.tinker.server import TinkerServer
     from lockstep.tinker.service import TinkerService
 
-    async with contextlib.AsyncExitStack() as stack:
-        backend = EmbeddedBackend([*bases.values()], config.trainer)
-        stack.push_async_callback(backend.close)
-        records = partial(open_record, root=out / "runs", bases=bases, write=note)
-        service = TinkerService(backend, out, config.tinker, open_record=records)
-        stack.push_async_callback(service.close)
-        await service.start()
-        TinkerServer(service, key=key, listener=listener)
-        yield
+    backend = EmbeddedBackend([*bases.values()], config.trainer)
+    stack.push_async_callback(backend.close)
+    records = partial(open_record, root=out / "runs", bases=bases, write=note)
+    service = TinkerService(backend, out, config.tinker, open_record=records)
+    stack.push_async_callback(service.close)
+    await service.start()
+    return service

@@ -443,11 +443,10 @@ class EmbeddedBackend:
     # -- the whole --------------------------------------------------------------------------------
 
     async def close(self) -> None:
+        """Leaves the engines of the bases to those who opened them."""
         self._trainer.shutdown(wait=True, cancel_futures=True)
         for sampler_id in list(self._samplers):
             await self.close_sampler(sampler_id)
-        for base in self._bases.values():
-            await base.engine.close()
 
 
 # -- sampling -------------------------------------------------------------------------------------

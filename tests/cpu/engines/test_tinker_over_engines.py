@@ -78,6 +78,7 @@ async def backend_over(server, place, *settings):
         yield backend, told, opened.facts
     finally:
         await backend.close()
+        await opened.engine.close()
 
 
 def sampling(num=1, **settings):
