@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lockstep.doctor.diagnose import diagnose as diagnose
     from lockstep.doctor.monitor import train as train
     from lockstep.doctor.monitor import train_side_by_side as train_side_by_side
+    from lockstep.doctor.rendering import render as render
     from lockstep.doctor.replay import find as replay  # noqa: F401 - in _PUBLIC
     from lockstep.integrations.trl import watch as watch
     from lockstep.model_server import BackgroundServer as BackgroundServer
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from lockstep.verbs import evaluate as evaluate
     from lockstep.verbs import export as export
     from lockstep.verbs import list_recipes as list_recipes
-    from lockstep.verbs import render as render
     from lockstep.verbs import write_report as write_report
 
     __version__: str
@@ -44,7 +44,7 @@ _PUBLIC = {
     "list_recipes": ("lockstep.verbs", "list_recipes"),
     "load": ("lockstep.store.run", "load_run"),
     "measure_noise": ("lockstep.run.noise_table", "measure_noise"),
-    "render": ("lockstep.verbs", "render"),
+    "render": ("lockstep.doctor.rendering", "render"),
     "replay": ("lockstep.doctor.replay", "find"),
     "serve": ("lockstep.model_server", "serve"),
     "train": ("lockstep.doctor.monitor", "train"),

@@ -1,5 +1,5 @@
 """Verbs of the command line as functions: each takes what its command takes, and returns what the
-command shows. The others are `lockstep.train`, `train_supervised` and `diagnose`.
+command shows. The others are `lockstep.train`, `train_supervised`, `diagnose` and `render`.
 
 A run is given by its path, by PATH@STEP for one checkpoint, or as an `Outcome` or `Run`. Settings
 are keywords, as in a file: `evaluate(run, evaluation={"num_tasks": 512})`. overrides: settings as
@@ -11,28 +11,22 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from lockstep.config import from_dict, overlaid
-from lockstep.dialogues import read_messages, read_tools
 from lockstep.display import Named, block, table, warn
-from lockstep.doctor import rendering
-from lockstep.doctor.terminal import as_html
 from lockstep.errors import ConfigError
-from lockstep.renderers.base import Renderer
-from lockstep.renderers.origins import Rendering, trace
+from lockstep.launch.config import ParallelConfig
+from lockstep.models.locate import HUB_FILES
 from lockstep.report.document import write_report as write_report_of
 from lockstep.run.build import export_checkpoint, exported, name_of, recipe_of, tokenizer_of
 from lockstep.run.model_card import check_hub_name, push, write_card
-from lockstep.run.train import evaluate as evaluate_run
+from lockstep.run.train import check_run
 from lockstep.run_config import Config
 from lockstep.store.checkpoints import split_address
 from lockstep.store.run import load_run
-from lockstep.types import Message
 
 RunPath = str | os.PathLike[str]
 """A run: its path, an `Outcome` or a `Run`."""
@@ -58,7 +52,13 @@ def evaluate(run: RunPath, *, overrides: Sequence[str] = (), **settings: Any) ->
     path, step = split_address(run)
     stored = from_dict(Config, load_run(path).config)
     config = overlaid(stored, settings, overrides)
-    metrics, name = evaluate_run(config, path, step=step)
+    if not any(each.evaluation.num_tasks for each in config.tested.values()):
+        raise ConfigError("evaluation.num_tasks=0 plays nothing: give evaluation.num_tasks=128.")
+    config = replace(config, parallel=ParallelConfig())  # one process is enough to play
+    model_files = check_run(config, is_training=False, files=HUB_FILES)
+    from lockstep.run.steps import play_checkpoint  # imports torch
+
+    metrics, name = play_checkpoint(config, model_files, path, step=step)
     return Evaluation(run=path, checkpoint=name, metrics=Named(metrics))
 
 
@@ -135,55 +135,3 @@ def list_recipes() -> list[dict[str, str]]:
         for verb, recipes in (("train", RECIPES), ("sft", SUPERVISED_RECIPES))
         for name, recipe in recipes.items()
     ]
-
-
-@dataclass(frozen=True, repr=False)
-class Rendered:
-    """A dialogue as tokens, by origin."""
-
-    rendering: Rendering
-    renderer: Renderer
-    model: str
-    why: str = ""
-    """Why the model's files chose the renderer; empty if they left no choice."""
-
-    def __repr__(self) -> str:
-        return f"Rendered({self.model}, {len(self.rendering.tokens)} tokens)"
-
-    def _repr_html_(self) -> str:
-        return as_html(self.show)
-
-    def show(self, console: Console) -> None:
-        """Prints the tokens, as the command does."""
-        rendering.show(self.rendering, self.renderer, self.model, console, self.why)
-
-    def to_json(self) -> dict[str, Any]:
-        """The rendering as `--json` prints it."""
-        return rendering.to_json(self.rendering, self.renderer, self.model, self.why)
-
-
-def render(
-    model: str,
-    messages: str | Path | Sequence[Message | Mapping[str, Any]],
-    *,
-    tools: str | Path | Sequence[Mapping[str, Any]] = "",
-    renderer: str = "",
-) -> Rendered:
-    """Renders a dialogue as tokens, by origin, and finds whether rendering it anew changes them.
-
-    messages, tools: lists, or JSON files. renderer: its name; empty is the model's own.
-
-    >>> render("tiny-qwen3", [{"role": "user", "content": "hi"}])
-    Rendered(tiny-qwen3, 9 tokens)
-    """
-    if isinstance(messages, (str, Path)):
-        if not isinstance(tools, (str, Path)):
-            raise ConfigError("messages is a file, so tools must be one, too.")
-        dialogue, schemas = rendering.read_dialogue_file(messages, tools_path=tools)
-    else:
-        given = [one.to_dict() if isinstance(one, Message) else one for one in messages]
-        dialogue = read_messages(given, where="messages")
-        listed = [] if isinstance(tools, (str, Path)) else tools
-        schemas = read_tools(listed)
-    made, why = rendering.find_renderer(model, renderer=renderer)
-    return Rendered(trace(made, dialogue, schemas), made, model, why)

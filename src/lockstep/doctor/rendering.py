@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.dialogues import read_dialogue, read_tools
+from lockstep.dialogues import read_dialogue, read_messages, read_tools
 from lockstep.doctor.inputs.base import Facts
+from lockstep.doctor.terminal import as_html
 from lockstep.doctor.tokenization import find_tokenization
 from lockstep.errors import ConfigError, DataError
 from lockstep.renderers.base import Renderer
-from lockstep.renderers.origins import ORIGINS, Compared, Origin, Rendering
+from lockstep.renderers.origins import ORIGINS, Compared, Origin, Rendering, trace
 from lockstep.types import Message, ToolSchema
 
 NUM_AROUND = 12
@@ -30,6 +32,107 @@ _COLOURS: Mapping[Origin, str] = {
     "tool": "yellow",
     "assistant": "green",
 }
+
+
+@dataclass(frozen=True, repr=False)
+class Rendered:
+    """A dialogue as tokens, by origin."""
+
+    rendering: Rendering
+    renderer: Renderer
+    model: str
+    why: str = ""
+    """Why the model's files chose the renderer; empty if they left no choice."""
+
+    def __repr__(self) -> str:
+        return f"Rendered({self.model}, {len(self.rendering.tokens)} tokens)"
+
+    def _repr_html_(self) -> str:
+        return as_html(self.show)
+
+    def show(self, console: Console) -> None:
+        """Prints the tokens by origin, their counts, and whether the prefix property holds."""
+        found, renderer = self.to_json(), self.renderer
+        counts = found["counts"]
+        head = Text(f"{self.model} ({renderer.name}): {len(found['tokens'])} tokens", style="bold")
+        for origin in ORIGINS:
+            if counts[origin]:
+                head.append(", " if origin != "template" else ": ", style="not bold")
+                head.append(f"{counts[origin]} {origin}", style=f"not bold {_COLOURS[origin]}")
+        head.append(f"; {counts['control']} of them control tokens", style="not bold")
+        console.print(head)
+        if self.why:
+            console.print(Text(f"{renderer.name}: {self.why}"))
+        console.print(_table(found["tokens"]))
+        for prompt in found["prompts"]:
+            where = f"prompt before message {prompt['before_message']}: "
+            where += f"{prompt['extended_tokens']} ids"
+            if prompt["same"]:
+                console.print(f"{where}, the template's over the whole too")
+                continue
+            text = f"{where}; the template over the whole gives {prompt['whole_tokens']}, other "
+            text += f"ones from place {prompt['first_difference']} on"
+            console.print(Text(text, style="red"))
+            for name in ("extended", "whole"):
+                ids = prompt[f"{name}_ids"]
+                words = json.dumps(renderer.tokenizer.decode(ids), ensure_ascii=False)
+                console.print(Text(f"    {name:<8} {' '.join(map(str, ids))}  {words}"))
+        if not self.rendering.has_prefix_property:
+            console.print(
+                "The prefix property does not hold: a program that renders the history anew sends, "
+                "and trains, other ids than were sampled. Extend the ids turn by turn."
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """The rendering as `--json` prints it."""
+        rendering, renderer = self.rendering, self.renderer
+        counts = Counter(token.origin for token in rendering.tokens)
+        control = sum(token.is_control for token in rendering.tokens)
+        return {
+            "model": self.model,
+            "renderer": renderer.name,
+            **({"why": self.why} if self.why else {}),
+            "counts": {**{origin: counts[origin] for origin in ORIGINS}, "control": control},
+            "has_prefix_property": rendering.has_prefix_property,
+            "tokens": [
+                {
+                    "id": token.id,
+                    "text": renderer.tokenizer.decode([token.id]),
+                    "origin": token.origin,
+                    "control": token.is_control,
+                    "message": None if token.message < 0 else token.message,
+                }
+                for token in rendering.tokens
+            ],
+            "prompts": [_prompt_to_json(prompt) for prompt in rendering.prompts],
+        }
+
+
+def render(
+    model: str,
+    messages: str | Path | Sequence[Message | Mapping[str, Any]],
+    *,
+    tools: str | Path | Sequence[Mapping[str, Any]] = "",
+    renderer: str = "",
+) -> Rendered:
+    """Renders a dialogue as tokens, by origin, and finds whether rendering it anew changes them.
+
+    messages, tools: lists, or JSON files. renderer: its name; empty is the model's own.
+
+    >>> render("tiny-qwen3", [{"role": "user", "content": "hi"}])
+    Rendered(tiny-qwen3, 9 tokens)
+    """
+    if isinstance(messages, (str, Path)):
+        if not isinstance(tools, (str, Path)):
+            raise ConfigError("messages is a file, so tools must be one, too.")
+        dialogue, schemas = read_dialogue_file(messages, tools_path=tools)
+    else:
+        given = [one.to_dict() if isinstance(one, Message) else one for one in messages]
+        dialogue = read_messages(given, where="messages")
+        listed = [] if isinstance(tools, (str, Path)) else tools
+        schemas = read_tools(listed)
+    made, why = find_renderer(model, renderer=renderer)
+    return Rendered(trace(made, dialogue, schemas), made, model, why)
 
 
 def find_renderer(model: str, *, renderer: str = "") -> tuple[Renderer, str]:
@@ -85,30 +188,6 @@ def _read_json(path: str | Path) -> Any:
 # -- shown ----------------------------------------------------------------------------------------
 
 
-def to_json(rendering: Rendering, renderer: Renderer, model: str, why: str = "") -> dict[str, Any]:
-    """The rendering as `--json` prints it."""
-    counts = Counter(token.origin for token in rendering.tokens)
-    control = sum(token.is_control for token in rendering.tokens)
-    return {
-        "model": model,
-        "renderer": renderer.name,
-        **({"why": why} if why else {}),
-        "counts": {**{origin: counts[origin] for origin in ORIGINS}, "control": control},
-        "has_prefix_property": rendering.has_prefix_property,
-        "tokens": [
-            {
-                "id": token.id,
-                "text": renderer.tokenizer.decode([token.id]),
-                "origin": token.origin,
-                "control": token.is_control,
-                "message": None if token.message < 0 else token.message,
-            }
-            for token in rendering.tokens
-        ],
-        "prompts": [_prompt_to_json(prompt) for prompt in rendering.prompts],
-    }
-
-
 def _prompt_to_json(prompt: Compared) -> dict[str, Any]:
     first = prompt.first_difference
     around = slice(0, 0) if prompt.is_same else slice(first, first + NUM_AROUND)
@@ -121,41 +200,6 @@ def _prompt_to_json(prompt: Compared) -> dict[str, Any]:
         "extended_ids": list(prompt.extended_ids[around]),
         "whole_ids": list(prompt.whole_ids[around]),
     }
-
-
-def show(
-    rendering: Rendering, renderer: Renderer, model: str, console: Console, why: str = ""
-) -> None:
-    """Prints the tokens by origin, their counts, and whether the prefix property holds. why: the
-    reason for the renderer."""
-    found = to_json(rendering, renderer, model)
-    counts = found["counts"]
-    head = Text(f"{model} ({renderer.name}): {len(found['tokens'])} tokens", style="bold")
-    for origin in ORIGINS:
-        if counts[origin]:
-            head.append(", " if origin != "template" else ": ", style="not bold")
-            head.append(f"{counts[origin]} {origin}", style=f"not bold {_COLOURS[origin]}")
-    head.append(f"; {counts['control']} of them control tokens", style="not bold")
-    console.print(head)
-    if why:
-        console.print(Text(f"{renderer.name}: {why}"))
-    console.print(_table(found["tokens"]))
-    for prompt in found["prompts"]:
-        where = f"prompt before message {prompt['before_message']}: {prompt['extended_tokens']} ids"
-        if prompt["same"]:
-            console.print(f"{where}, the template's over the whole too")
-            continue
-        text = f"{where}; the template over the whole gives {prompt['whole_tokens']}, other ones "
-        console.print(Text(f"{text}from place {prompt['first_difference']} on", style="red"))
-        for name in ("extended", "whole"):
-            ids = prompt[f"{name}_ids"]
-            words = json.dumps(renderer.tokenizer.decode(ids), ensure_ascii=False)
-            console.print(Text(f"    {name:<8} {' '.join(map(str, ids))}  {words}"))
-    if not rendering.has_prefix_property:
-        console.print(
-            "The prefix property does not hold: a program that renders the history anew sends, and "
-            "trains, other ids than were sampled. Extend the ids turn by turn."
-        )
 
 
 def _table(tokens: Sequence[Mapping[str, Any]]) -> Table:

@@ -360,7 +360,8 @@ async def sample(
 def play_checkpoint(
     config: Config, model_files: ModelFiles, path: Path, *, step: int | None
 ) -> tuple[dict[str, float], str]:
-    """See `lockstep.run.train.evaluate`."""
+    """Plays the held-out tasks with a run's checkpoint: at `step`, else the best, else the last.
+    Returns (metrics, checkpoint name)."""
     checkpoint = checkpoint_of(load_run(path), step)
     parts = build_policies(config, model_files, checkpoint=checkpoint, is_training=False)
     played = play_over(config, parts, lambda *shown: Tester(config, parts, *shown).test())

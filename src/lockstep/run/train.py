@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.config import tag
 from lockstep.display import show_once
-from lockstep.errors import ConfigError, DiskFullError, LockstepError, is_full_disk
-from lockstep.launch.config import ParallelConfig
+from lockstep.errors import DiskFullError, LockstepError, is_full_disk
 from lockstep.launch.place import is_follower
 from lockstep.launch.processes import on_all_ranks
-from lockstep.models.locate import CONFIG_FILES, HUB_FILES, locate_model
+from lockstep.models.locate import CONFIG_FILES, locate_model
 from lockstep.observe.live import ViewKind, open_view
 from lockstep.run.build import resolve_device
 from lockstep.run.preflight import ModelFiles, check_side_by_side, preflight, summary
@@ -155,17 +153,3 @@ def _begin(
     if not config.placement.is_elsewhere():
         locate_model(config.model)  # the weights of a model on the hub, after all checks
     return model_files
-
-
-def evaluate(
-    config: Config, path: Path, *, step: int | None = None
-) -> tuple[dict[str, float], str]:
-    """Plays the held-out tasks with a run's checkpoint: at `step`, else the best, else the last.
-    Returns (metrics, checkpoint name)."""
-    if not any(each.evaluation.num_tasks for each in config.tested.values()):
-        raise ConfigError("evaluation.num_tasks=0 plays nothing: give evaluation.num_tasks=128.")
-    config = replace(config, parallel=ParallelConfig())  # one process is enough to play
-    model_files = check_run(config, is_training=False, files=HUB_FILES)
-    from lockstep.run.steps import play_checkpoint  # imports torch
-
-    return play_checkpoint(config, model_files, path, step=step)
