@@ -337,9 +337,10 @@ class Config(ModelChoice):
                     f"seats.{seat} is set, and task={kind} has {there}. Leave it out, or take it "
                     f"out of a run's settings with seats.{seat}=none."
                 )
-        if known and all(isinstance(self.seats.get(seat), FrozenSeat) for seat in known):
+        others = (FrozenSeat, OwnSeat)
+        if known and all(isinstance(self.seats.get(seat), others) for seat in known):
             raise ConfigError(
-                f"every seat of task={kind} is frozen ({', '.join(known)}): nothing would be "
+                f"no seat is left for the policy of the run ({', '.join(known)}): it would not be "
                 f"trained. Set seats.{known[0]}=policy."
             )
         for problem in conflicts_in(self, CONFLICTS["own_seats"]) if self.own_seats else ():

@@ -150,7 +150,8 @@ def preflight(
     model_files = read_model_files(config, files=files)
     current_hooks().check(config, model_files.model, model_files.renderer)
     check_fallback(config)
-    _check_sampling(config)
+    if config.contract == TRUE_ON_POLICY and (reason := why_no_contract(config)):
+        raise ConfigError(f"contract={TRUE_ON_POLICY} cannot be kept: {reason}.")
     if config.critic.model:
         check_critic(config, model_files)
     if config.distill is not None:
@@ -158,7 +159,7 @@ def preflight(
     config.trainer.check_routers(model_files.model, has_adapter=config.lora is not None)
     check_parallel(config, model_files.model)
     if is_training:
-        check_training(config)
+        check_conflicts(config, CONFLICTS["training"])
         if not config.placement.is_elsewhere():
             check_memory(config, model_files, config.expected_device)
     config.task.check()
@@ -167,13 +168,6 @@ def preflight(
         tested.task.check()
         notes += _check_tasks(tested, model_files, is_training=False)
     return replace(model_files, notes=notes)
-
-
-def _check_sampling(config: Config) -> None:
-    """Raises ConfigError if the engine cannot draw or record what other settings read."""
-    if config.contract == TRUE_ON_POLICY and (reason := why_no_contract(config)):
-        raise ConfigError(f"contract={TRUE_ON_POLICY} cannot be kept: {reason}.")
-    check_conflicts(config, CONFLICTS["sampling"])
 
 
 def _check_tasks(config: Config, model_files: ModelFiles, *, is_training: bool) -> tuple[str, ...]:
@@ -200,17 +194,6 @@ def _check_tasks(config: Config, model_files: ModelFiles, *, is_training: bool) 
         if not dropped or prompts.fits(first):
             _check_first_prompt(config, model_files, first)
     return tuple(notes)
-
-
-def check_training(config: Config) -> None:
-    """Raises ConfigError or MissingExtraError for settings that cannot train anything."""
-    seats, others = config.task.SEATS, (FrozenSeat, OwnSeat)
-    if seats and all(isinstance(config.seats.get(s), others) for s in seats):
-        raise ConfigError(
-            f"no seat is left for the policy of the run ({', '.join(seats)}): it would not be "
-            f"trained. Set seats.{seats[0]}=policy."
-        )
-    check_conflicts(config, CONFLICTS["training"])
 
 
 def check_machine(config: ModelChoice) -> None:
