@@ -556,12 +556,12 @@ async def _start_tinker(
     """The API without HTTP, until the stack is closed. Journal, checkpoints and run directories are
     in `out`; another server over the same directory goes on with what this one has accepted."""
     from lockstep.tinker.embedded import EmbeddedBackend
-    from lockstep.tinker.record import open_record
+    from lockstep.tinker.record import ModelRecord
     from lockstep.tinker.service import TinkerService
 
     backend = EmbeddedBackend([*bases.values()], config.trainer)
     stack.push_async_callback(backend.close)
-    records = partial(open_record, root=out / "runs", bases=bases, write=note)
+    records = partial(ModelRecord, root=out / "runs", bases=bases, write=note)
     service = TinkerService(backend, out, config.tinker, open_record=records)
     stack.push_async_callback(service.close)
     await service.start()

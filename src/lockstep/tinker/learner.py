@@ -136,8 +136,8 @@ class TinkerLearner(Learner):
             self._drop_gradients()
             self._bad_loss = f"a forward_backward failed before it had ended ({error})"
             raise
-        outputs = tuple({"logprobs": logprobs[i]} for i in inputs)
-        return ForwardBackwardResult(outputs=outputs, metrics=totals.to_metrics())
+        scored = tuple(logprobs[i] for i in inputs)
+        return ForwardBackwardResult(logprobs=scored, metrics=totals.to_metrics())
 
     def apply(self, step: OptimStep) -> dict[str, float]:
         """One update of AdamW by the collected gradients, which are then dropped.

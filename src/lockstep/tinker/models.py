@@ -24,7 +24,6 @@ from lockstep.tinker.graph import GraphLoss
 from lockstep.tinker.journal import Accepted, Checkpoint, Sampler, Trained, UploadedLoss, digest_of
 from lockstep.tinker.requests import (
     ForwardBackward,
-    ForwardBackwardResult,
     ModelSpec,
     OptimStep,
     TinkerError,
@@ -78,7 +77,7 @@ class TinkerRun:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self._close_record()
+        await self._tell_record("close")
 
     async def ended(self) -> None:
         """Waits until it is unloaded."""
@@ -178,7 +177,7 @@ class TinkerRun:
     async def _unload_model(self) -> None:
         record = self.record
         await self._backend.unload_model(record.id)
-        await self._close_record()
+        await self._tell_record("close")
         error = TinkerError(f"{record.id} was unloaded: {self._ending}.")
         for request in self._held.values():
             if request is not None:
@@ -222,7 +221,7 @@ class TinkerRun:
         payload = write_forward_backward(replace(result, metrics=metrics))
         if asked.is_forward_only:
             return Done(payload=payload)
-        record = partial(self._record_pass, asked, result, self.record.num_updates)
+        record = partial(self._tell_record, "add", asked, result, self.record.num_updates)
         return Done(payload=payload, keeps_body=True, then=record)
 
     async def _do_optim_step(self, request: Accepted) -> Done:
@@ -232,7 +231,7 @@ class TinkerRun:
         self.record.num_updates += 1
 
         async def record_and_save() -> None:
-            await self._record_step(step, asked, metrics)
+            await self._tell_record("step", step, asked, metrics)
             if self._work_seconds >= self._config.state_seconds:
                 await self._save_state(request.seq_id)
 
@@ -332,27 +331,18 @@ class TinkerRun:
         for each in asked:
             if isinstance(each, OptimStep):
                 metrics = await self._backend.optim_step(record.id, each)
-                await self._record_step(step, each, metrics)
+                await self._tell_record("step", step, each, metrics)
                 step += 1
             else:
                 result = await self._backend.forward_backward(record.id, each)
-                await self._record_pass(each, result, step)
+                await self._tell_record("add", each, result, step)
 
     # -- the run directory ------------------------------------------------------------------------
 
-    async def _record_pass(
-        self, asked: ForwardBackward, result: ForwardBackwardResult, version: int
-    ) -> None:
+    async def _tell_record(self, method: str, *arguments: Any) -> None:
+        """Calls a method of the record of the run in a thread, if a record is kept."""
         if self._run_record is not None:
-            await asyncio.to_thread(self._run_record.add, asked, result, version)
-
-    async def _record_step(self, step: int, asked: OptimStep, metrics: dict[str, float]) -> None:
-        if self._run_record is not None:
-            await asyncio.to_thread(self._run_record.step, step, asked, metrics)
-
-    async def _close_record(self) -> None:
-        if self._run_record is not None:
-            await asyncio.to_thread(self._run_record.close)
+            await asyncio.to_thread(getattr(self._run_record, method), *arguments)
 
 
 UNLOAD = -1

@@ -42,31 +42,6 @@ MAX_ROWS = 1024
 Bools = npt.NDArray[np.bool_]
 
 
-def open_record(
-    model_id: str,
-    spec: ModelSpec,
-    *,
-    root: Path,
-    bases: Mapping[str, Base],
-    write: Callable[[str], object],
-) -> ModelRecord:
-    """The record of one model, with its run directory below `root`. bases: by their names. write:
-    gets a line for each update."""
-    path, base = root / model_id, bases[spec.base_model]
-
-    def open_directory() -> RunDirectory:
-        if (path / "config.json").is_file():
-            return RunDirectory.open(path, facts=base.facts)
-        config = to_dict(replace(base.config, dtype=base.config.compute_dtype))
-        config |= {"recipe": "tinker", "seed": spec.seed}
-        config["lora"] = asdict(spec) if spec.rank else None
-        return RunDirectory.create(path, config, facts=base.facts)
-
-    view, is_one = View(lambda line: write(f"{model_id}  {line}")), base.facts["is_one_process"]
-    view.start(RunHeader(num_steps=None, architecture=base.facts["family"], is_one_process=is_one))
-    return ModelRecord(open_directory, view, stop_ids=base.info.stop_ids)
-
-
 class ModelRecord:
     """Collects the passes of one model, and writes a row and a part for each update.
 
@@ -74,10 +49,21 @@ class ModelRecord:
     """
 
     def __init__(
-        self, open_directory: Callable[[], RunDirectory], view: View, *, stop_ids: Collection[int]
+        self,
+        model_id: str,
+        spec: ModelSpec,
+        *,
+        root: Path,
+        bases: Mapping[str, Base],
+        write: Callable[[str], object],
     ) -> None:
-        """stop_ids: end a reply; a reply with another end is stored as cut at its limit."""
-        self._open_directory, self._view, self._stop_ids = open_directory, view, stop_ids
+        """root: of the run directories. bases: by their names. write: gets a line for each
+        update."""
+        self._path, self._spec, self._base = root / model_id, spec, bases[spec.base_model]
+        facts = self._base.facts
+        family, is_one = facts["family"], facts["is_one_process"]
+        self._view = View(lambda line: write(f"{model_id}  {line}"))
+        self._view.start(RunHeader(num_steps=None, architecture=family, is_one_process=is_one))
         self._directory: RunDirectory | None = None
         self._last_step, self._began = -1, time.monotonic()
         self._unwritten: list[tuple[dict[str, Any], list[Group], list[Sample]]] = []
@@ -85,8 +71,15 @@ class ModelRecord:
 
     def _opened(self) -> RunDirectory:
         if self._directory is None:
-            self._directory = self._open_directory()
-            rows = load_run(self._directory.path).metrics
+            base, spec = self._base, self._spec
+            if (self._path / "config.json").is_file():
+                self._directory = RunDirectory.open(self._path, facts=base.facts)
+            else:
+                config = to_dict(replace(base.config, dtype=base.config.compute_dtype))
+                config |= {"recipe": "tinker", "seed": spec.seed}
+                config["lora"] = asdict(spec) if spec.rank else None
+                self._directory = RunDirectory.create(self._path, config, facts=base.facts)
+            rows = load_run(self._path).metrics
             self._last_step = max((row["step"] for row in rows), default=-1)
         return self._directory
 
@@ -104,12 +97,12 @@ class ModelRecord:
         self._loss += result.metrics["loss:sum"]
         self._origins.update(request.origins)
         compared: list[tuple[npt.NDArray[Any], ...]] = []
-        for datum, output in zip(request.data, result.outputs, strict=True):
+        for datum, logprobs in zip(request.data, result.logprobs, strict=True):
             self._num_rows += 1
             is_sampled = sampled_places(datum)
             if is_sampled is None:
                 continue
-            found = np.asarray(output["logprobs"], np.float32)
+            found = np.asarray(logprobs, np.float32)
             recorded = np.asarray(datum.inputs["logprobs"], np.float32)
             versions = _versions(datum, version)
             ages, places = version - versions[is_sampled], np.flatnonzero(is_sampled) + 1
@@ -131,7 +124,7 @@ class ModelRecord:
     ) -> None:
         name = f"{self._last_step + 1}-{self._num_rows}"
         trajectory = episode_of(
-            datum, is_sampled, id=name, versions=versions, stop_ids=self._stop_ids
+            datum, is_sampled, id=name, versions=versions, stop_ids=self._base.info.stop_ids
         )
         if trajectory is None:
             return

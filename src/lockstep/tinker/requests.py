@@ -125,8 +125,8 @@ class ForwardBackward:
 class ForwardBackwardResult:
     """Losses and log-probs of one pass."""
 
-    outputs: tuple[Mapping[str, npt.NDArray[Any]], ...]
-    """For each datum: name -> array. `logprobs` has the shape of its target_tokens, float32."""
+    logprobs: tuple[Float32Array, ...]
+    """Of each datum, in the shape of its target_tokens."""
     metrics: Mapping[str, float]
     """`name:reduction`; `loss:sum` is always there."""
 

@@ -588,30 +588,20 @@ def _targets(value: Value, num: int, base: BaseModel) -> npt.NDArray[np.int64] |
 
 
 def write_forward_backward(result: ForwardBackwardResult) -> bytes:
-    """Writes the outputs; neighbours with the same columns share a record."""
+    """Writes the log-probs; neighbours of one shape share a record."""
     found = message("ForwardBackwardOutput")
     found.loss_fn_output_type = "ArrayRecord"
-    for layout, group in groupby(result.outputs, key=_trailing_shapes):
-        outputs = list(group)
-        record = found.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(outputs))
-        for name, trailing in layout.items():
-            _write_batch(record.fields[name], [each[name] for each in outputs], trailing)
+    for trailing, group in groupby(result.logprobs, key=lambda values: values.shape[1:]):
+        parts = [np.ascontiguousarray(each, "<f4").tobytes() for each in group]
+        record = found.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(parts))
+        field = record.fields["logprobs"]
+        field.data, field.dtype = b"".join(parts), 1
+        field.offsets = np.cumsum([0, *map(len, parts)], dtype="<i8").tobytes()
+        field.trailing_shape.extend(trailing)
     for name, value in result.metrics.items():
         assert name.count(":") == 1, f"metric {name!r}: clients read `name:reduction` alone"
         found.metrics[name] = value
     return found.SerializeToString(deterministic=True)
-
-
-def _trailing_shapes(output: Mapping[str, Array]) -> dict[str, tuple[int, ...]]:
-    return {name: values.shape[1:] for name, values in output.items()}
-
-
-def _write_batch(field: Any, arrays: list[Array], trailing: tuple[int, ...]) -> None:
-    dtype = np.dtype("<f4" if arrays[0].dtype.kind == "f" else "<i8")
-    parts = [np.ascontiguousarray(each, dtype).tobytes() for each in arrays]
-    field.data, field.dtype = b"".join(parts), 1 if dtype.kind == "f" else 2
-    field.offsets = np.cumsum([0, *map(len, parts)], dtype="<i8").tobytes()
-    field.trailing_shape.extend(trailing)
 
 
 def write_sampling(result: SamplingResult, request: Sampling) -> bytes:

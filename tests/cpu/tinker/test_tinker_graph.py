@@ -106,8 +106,8 @@ def test_a_custom_loss_trains_as_the_named_one_that_it_is(tmp_path):
     total = wanted.metrics["loss:sum"]
     assert found.metrics["loss:sum"] == pytest.approx(total, rel=1e-6)
     assert found.metrics["custom/nll:sum"] == pytest.approx(total, rel=1e-6)
-    for left, right in zip(found.outputs, wanted.outputs, strict=True):
-        assert np.array_equal(left["logprobs"], right["logprobs"])
+    for left, right in zip(found.logprobs, wanted.logprobs, strict=True):
+        assert np.array_equal(left, right)
     for name, gradient in gradients(named).items():
         assert torch.allclose(gradients(custom)[name], gradient, rtol=1e-5, atol=1e-7), name
 
@@ -119,7 +119,7 @@ def test_means_of_a_custom_loss_are_over_datums(tmp_path):
         for i in range(2)
     ]
     result = call(make_learner(tmp_path), data, "custom", custom=loss)
-    tops = [output["logprobs"].max(-1).mean() for output in result.outputs]
+    tops = [logprobs.max(-1).mean() for logprobs in result.logprobs]
     assert result.metrics["custom/top:mean"] == pytest.approx(np.mean(tops), rel=1e-6)
     assert result.metrics["custom/width:sum"] == 6.0
 

@@ -87,8 +87,8 @@ def test_log_probs_equal_those_that_the_engine_recorded_bit_for_bit(tmp_path, ki
         data = [sampled_datum(*part) for part in drawn]
         for forward_only in (True, False):
             result = call(learner, data, "importance_sampling", forward_only=forward_only)
-            for (prompt, _, recorded), output in zip(drawn, result.outputs, strict=True):
-                assert np.array_equal(output["logprobs"][len(prompt) - 1 :], recorded)
+            for (prompt, _, recorded), logprobs in zip(drawn, result.logprobs, strict=True):
+                assert np.array_equal(logprobs[len(prompt) - 1 :], recorded)
             assert result.metrics["kl_sample_train_v1:mean"] == 0.0
             assert result.metrics["kl_sample_train_v2:mean"] == 0.0
             assert result.metrics["ratio:max"] == 1.0
@@ -121,10 +121,10 @@ def test_any_target_is_scored_and_several_of_one_position(tmp_path, budget):
     data = [weighted_datum(6 + 3 * i, seed=i, width=k) for i, k in enumerate(widths)]
     result = call(learner, data)
     wanted = 0.0
-    for datum, output in zip(data, result.outputs, strict=True):
-        assert output["logprobs"].dtype == np.float32
-        assert np.array_equal(output["logprobs"], scored_alone(learner, datum))
-        wanted -= (output["logprobs"].astype(float) * datum.inputs["weights"]).sum()
+    for datum, logprobs in zip(data, result.logprobs, strict=True):
+        assert logprobs.dtype == np.float32
+        assert np.array_equal(logprobs, scored_alone(learner, datum))
+        wanted -= (logprobs.astype(float) * datum.inputs["weights"]).sum()
     assert result.metrics["loss:sum"] == pytest.approx(wanted, rel=1e-6)
 
 
@@ -136,7 +136,7 @@ def test_targets_without_a_weight_are_scored_and_give_no_gradient(tmp_path):
     weights[7, 1:] = 0.0
     inputs = {"target_tokens": whole.inputs["target_tokens"], "weights": weights}
     result = call(learner, [Datum(token_ids=whole.token_ids, inputs=inputs)])
-    assert np.array_equal(result.outputs[0]["logprobs"], scored_alone(learner, whole))
+    assert np.array_equal(result.logprobs[0], scored_alone(learner, whole))
     assert result.metrics["tokens:sum"] == (weights != 0).sum()
 
 

@@ -370,9 +370,9 @@ def test_a_model_is_read_and_another_optimizer_refused():
 
 def test_the_client_reads_the_outputs_that_were_written():
     conv = pytest.importorskip("tinker.proto.response_conv")
-    flat = {"logprobs": np.array([-1.0, -2.0], np.float32)}
-    wide = {"logprobs": np.arange(6, dtype=np.float32).reshape(3, 2)}
-    result = ForwardBackwardResult(outputs=(flat, flat, wide), metrics={"loss:sum": 2.5})
+    flat = np.array([-1.0, -2.0], np.float32)
+    wide = np.arange(6, dtype=np.float32).reshape(3, 2)
+    result = ForwardBackwardResult(logprobs=(flat, flat, wide), metrics={"loss:sum": 2.5})
     found = conv.deserialize_forward_backward_output(write_forward_backward(result))
     assert found.metrics == {"loss:sum": 2.5} and found.loss_fn_output_type == "ArrayRecord"
     assert [each["logprobs"].tolist() for each in found.loss_fn_outputs] == [

@@ -81,7 +81,7 @@ class Unigrams:
             weights = datum.inputs.get("weights", datum.inputs.get("advantages"))
             weights = np.ones(targets.shape, np.float32) if weights is None else weights
             found = logprobs[targets]
-            outputs.append({"logprobs": found})
+            outputs.append(found)
             loss -= float((found * weights).sum())
             np.add.at(gradient, targets.ravel(), -weights.ravel())
             gradient += weights.sum() * np.exp(logprobs)
@@ -92,7 +92,7 @@ class Unigrams:
         metrics = {"loss:sum": loss}
         if request.custom is not None:
             metrics["custom:sum"] = float(len(request.custom.ranks))
-        return ForwardBackwardResult(outputs=tuple(outputs), metrics=metrics)
+        return ForwardBackwardResult(logprobs=tuple(outputs), metrics=metrics)
 
     async def optim_step(self, model_id, request):
         await asyncio.sleep(self.seconds)
