@@ -71,7 +71,7 @@ def diagnose(
         try:
             opened = open_model(dump, facts, model=model, adapter=adapter, against=against)
             setting = replace(setting, model=opened)
-            read = lambda: opened.weights.rows_of(dump, facts)  # noqa: E731
+            read = lambda: opened.rows_of(dump, facts)  # noqa: E731
         except (CheckpointError, MissingExtraError) as error:
             lacks["model"] = str(error)
             unjudged.append(f"the model cannot be used: {error}")

@@ -51,7 +51,9 @@ def both(rows, sampler, trainer):
 
 def named(rows, model, **facts):
     found = lockstep.diagnose(
-        Dump(rows, **facts), model=Model(weights=model.weights), tokenizer=MODEL
+        Dump(rows, **facts),
+        model=Model(weights=model.weights, config=model.config),
+        tokenizer=MODEL,
     )
     return [cause.name for cause, _ in found.causes], found
 

@@ -86,7 +86,7 @@ def moved_in_bfloat16(model: Model, rows: Rows) -> float:
         return 1.0
     before, after = (
         {name: p.detach() for name, p in model.scorer.load(weights).named_parameters()}
-        for weights in model.weights.all[own - 1 : own + 1]
+        for weights in model.weights[own - 1 : own + 1]
     )
     changed = moved = 0
     for name in before.keys() & after.keys():
@@ -129,11 +129,11 @@ def other_weights_given(view: View) -> Iterator[Prediction]:
     own = model.own(rows)
 
     def by(number: int, chosen: Int64Array) -> Float64Array:
-        return model.score(rows, chosen, of=model.scorer.load(model.weights.all[number]))
+        return model.score(rows, chosen, of=model.scorer.load(model.weights[number]))
 
     variants = [
         Variant("other_weights", f"by the weights {weights.name}", partial(by, number))
-        for number, weights in enumerate(model.weights.all)
+        for number, weights in enumerate(model.weights)
         if number != own
     ]
     yield from tried(view, reversed(variants))
@@ -149,7 +149,7 @@ def other_weights_given(view: View) -> Iterator[Prediction]:
 def layout(view: View) -> Iterator[Prediction]:
     model, rows = view.model, view.rows
     pad_id = model.pad_id if view.setting.pad_id is None else view.setting.pad_id
-    max_positions = model.weights.config.max_positions
+    max_positions = model.config.max_positions
 
     def score(lay: Any, chosen: Int64Array) -> Float64Array:
         return model.score_laid(rows, lay(chosen))

@@ -7,7 +7,8 @@ Without torch: `scorer` is imported when the first row is scored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -19,11 +20,11 @@ import numpy as np
 from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.rows import Float64Array, Rows
 from lockstep.doctor.scoring.distribution import Distribution
-from lockstep.doctor.scoring.weights import WeightsAtHand, weights_at_hand
-from lockstep.doctor.tokenization import settings_beside
-from lockstep.errors import CheckpointError
+from lockstep.doctor.scoring.weights import Weights, config_of, described, weights_at_hand
+from lockstep.doctor.tokenization import locate, settings_beside
+from lockstep.errors import CheckpointError, DataError, LockstepError
 from lockstep.memory import GIB
-from lockstep.models.config import ModelConfig
+from lockstep.models.config import FallbackConfig, ModelConfig
 from lockstep.models.shapes import decoder_shapes, num_elements
 from lockstep.system import available_bytes
 from lockstep.types import Int64Array
@@ -44,14 +45,16 @@ a 135M model is loaded, scored and varied in a minute."""
 class Model:
     """Weights that score rows. Results are remembered by the ids of the rows."""
 
-    weights: WeightsAtHand
+    weights: tuple[Weights, ...]
+    """The first is the trained model, unless steps say which."""
+    config: ModelConfig | FallbackConfig
     facts: Facts = field(default_factory=Facts)
     max_tokens: int = 0
     """Size of the sample; 0: the tokens that take a few seconds."""
     _known: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
     def __post_init__(self) -> None:
-        config = self.weights.config
+        config = self.config
         if not isinstance(config, ModelConfig):
             self.max_tokens = self.max_tokens or MAX_TOKENS // 2
             return
@@ -61,7 +64,7 @@ class Model:
         needed = int(4 * elements * 1.5)
         if found is not None and found[0] < needed:
             raise CheckpointError(
-                f"{self.weights.all[0].name} takes {needed / GIB:.1f} GiB to be scored by in "
+                f"{self.weights[0].name} takes {needed / GIB:.1f} GiB to be scored by in "
                 f"float32, and there are {found[0] / GIB:.1f} GiB ({found[1]})."
             )
         affordable = int(MULTIPLIES / max(elements, 1))
@@ -75,7 +78,7 @@ class Model:
 
     @property
     def directory(self) -> Path:
-        return self.weights.all[0].model_directory
+        return self.weights[0].model_directory
 
     @cached_property
     def pad_id(self) -> int | None:
@@ -87,25 +90,58 @@ class Model:
                 known += found if isinstance(found, list) else [found]
         return next((id_ for id_ in known if isinstance(id_, int) and id_ >= 0), None)
 
+    def rows_of(self, dump: Dump, facts: Facts) -> Iterator[Rows]:
+        """The rows of the dump. Raises DataError if its facts name a model of another architecture
+        or size, and for ids or experts that the model does not have."""
+        named = c = self.config
+        with suppress(LockstepError):  # it is not on this machine
+            named = config_of(locate(facts.model, may_fetch=False))
+        if (of_dump := described(named)) != described(c):
+            raise self._refusal(dump, f"the rows are of {facts.model} ({of_dump})", described(c))
+        experts = (len(c.routed_layers), c.num_active_experts)
+        for rows in dump.read():
+            is_beyond = (rows.token_ids < 0) | (rows.token_ids >= c.vocab_size)
+            if is_beyond.any():
+                row, place = rows.where(at := int(np.argmax(is_beyond)))
+                what = f"row {row}, token {place} has the id {rows.token_ids[at]}"
+                raise self._refusal(dump, what, f"ids up to {c.vocab_size - 1}")
+            routes = rows.routed_experts if isinstance(c, ModelConfig) else None
+            if routes is not None and routes.ndim == 3:
+                is_beyond = (routes >= c.num_experts).any((1, 2)) | (routes.shape[1:] != experts)
+                if is_beyond.any():
+                    row, place = rows.where(at := int(np.argmax(is_beyond)))
+                    what = f"row {row}, token {place} has the experts {routes[at].tolist()!s:.60}"
+                    told = f"{experts[0]} layers that send a token to {experts[1]} of"
+                    raise self._refusal(dump, what, f"{told} {c.num_experts} experts")
+            yield rows
+
+    def _refusal(self, dump: Dump, found: str, has: str) -> DataError:
+        return DataError(
+            f"{dump.path}: {found}, and {self.weights[0].name} has {has}: the rows are of another "
+            "model. Give theirs (--model DIR), or leave --model out."
+        )
+
     # -- scores -------------------------------------------------------------------------------
 
     def loaded(self, rows: Rows) -> Any:
         """The trained model in float32, with the weights of most of these rows."""
-        return self.scorer.load(self.weights.all[self.own(rows)])
+        return self.scorer.load(self.weights[self.own(rows)])
+
+    def _places(self, rows: Rows) -> list[int]:
+        """Index of the weights that the trainer ran on each row whose weights are at hand."""
+        if rows.steps is None or all(one.step is None for one in self.weights):
+            return [0]
+        by_step = {one.step: place for place, one in enumerate(self.weights)}
+        return [by_step[step] for step in rows.steps.tolist() if step in by_step]
 
     def own(self, rows: Rows) -> int:
         """Index of the weights that the trainer ran on most of the rows; 0 if none is known."""
-        if rows.steps is None:
-            return 0
-        places = [self.weights.of_step(step) for step in rows.steps.tolist()]
-        known = [place for place in places if place is not None]
-        return max(set(known), key=known.count) if known else 0
+        places = self._places(rows)
+        return max(set(places), key=places.count) if places else 0
 
     def has_own(self, rows: Rows) -> bool:
         """True if the weights of these rows are at hand."""
-        return rows.steps is None or any(
-            self.weights.of_step(step) is not None for step in rows.steps.tolist()
-        )
+        return bool(self._places(rows))
 
     def once(self, rows: Rows, name: Any, make: Callable[[], Any]) -> Any:
         key = (name, digest(rows))
@@ -208,8 +244,7 @@ def open_model(
     names no model."""
     if isinstance(model, Model):
         return model
-    found = Model(
-        weights=weights_at_hand(dump, model, adapter=adapter, against=against), facts=facts
-    )
-    found.scorer.load(found.weights.all[0])  # a torn file is refused here
+    weights, config = weights_at_hand(dump, model, adapter=adapter, against=against)
+    found = Model(weights=weights, config=config, facts=facts)
+    found.scorer.load(weights[0])  # a torn file is refused here
     return found
