@@ -491,11 +491,8 @@ def _replay(options: argparse.Namespace) -> None:
 
     example: lockstep replay 'runs/quickstart-20260101-120000#0'
     """
-    from lockstep.doctor.replay import show
-
-    replay = lockstep.replay(options.target)
-    shown = {"has_all_tokens": options.tokens}
-    _print(options, replay.to_json(), lambda: show(replay, replay.tokenizer(), _console(), **shown))
+    replay, shown = lockstep.replay(options.target), {"has_all_tokens": options.tokens}
+    _print(options, replay.to_json(), lambda: replay.show(_console(), **shown))
 
 
 def _render(options: argparse.Namespace) -> None:

@@ -42,12 +42,33 @@ class Replay:
 
     def _repr_html_(self) -> str:
         """The output of the command, in its colours."""
-        return as_html(lambda console: show(self, self.tokenizer(), console))
+        return as_html(self.show)
 
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the run's model; None where it is not on this machine."""
         facts = Facts(trainer="lockstep", model=str(self.run.config.get("model", "")))
         return find_tokenization(facts).tokenizer
+
+    def show(self, console: Console, *, has_all_tokens: bool = False) -> None:
+        """Prints the dialogue, and its tokens coloured by trainer - rollout."""
+        record, trajectory, tokenizer = self.record, self.record.trajectory, self.tokenizer()
+        indices = trajectory.path(self.leaf)
+        path = [(trajectory.segments[i], record.trainer_logprobs[i]) for i in indices]
+        console.print(Text(printable(trajectory.id), style="bold"))
+        where = f"step {record.step}" + (f", {self.split}" if self.split != "train" else "")
+        size = sum(len(segment) for segment, _ in path)
+        text = f"{where}, {trajectory.status}, reward {trajectory.reward:.4g}, {size} tokens"
+        console.print(Text(text, style="dim"))
+        if trajectory.error:
+            console.print(Text(_lines(trajectory.error), style="red"))
+        if others := [str(i) for i in trajectory.leaves() if i != self.leaf]:
+            text = f"this is the path to leaf {self.leaf}; others: {', '.join(others)} (ID/LEAF)"
+            console.print(Text(text, style="dim"))
+        begin = 0
+        for segment, trainer in path:
+            _show_dialogue(segment, begin, console)
+            _show_tokens(segment, trainer, begin, tokenizer, console, has_all_tokens)
+            begin += len(segment)
 
     def to_json(self) -> dict[str, Any]:
         """The trajectory as it is stored, and the leaf of the path."""
@@ -108,30 +129,6 @@ def find(target: str) -> Replay:
         shown = ", ".join(map(str, leaves))
         raise RunError(f"trajectory {trajectory.id} has no leaf {leaf}; it has {shown}.")
     return Replay(run=run, record=record, split=split, leaf=leaf)
-
-
-def show(
-    replay: Replay, tokenizer: Tokenizer | None, console: Console, *, has_all_tokens: bool = False
-) -> None:
-    """Prints the dialogue, and its tokens coloured by trainer - rollout."""
-    record, trajectory = replay.record, replay.record.trajectory
-    indices = trajectory.path(replay.leaf)
-    path = [(trajectory.segments[i], record.trainer_logprobs[i]) for i in indices]
-    console.print(Text(printable(trajectory.id), style="bold"))
-    where = f"step {record.step}" + (f", {replay.split}" if replay.split != "train" else "")
-    size = sum(len(segment) for segment, _ in path)
-    text = f"{where}, {trajectory.status}, reward {trajectory.reward:.4g}, {size} tokens"
-    console.print(Text(text, style="dim"))
-    if trajectory.error:
-        console.print(Text(_lines(trajectory.error), style="red"))
-    if others := [str(i) for i in trajectory.leaves() if i != replay.leaf]:
-        text = f"this is the path to leaf {replay.leaf}; others: {', '.join(others)} (ID/LEAF)"
-        console.print(Text(text, style="dim"))
-    begin = 0
-    for segment, trainer in path:
-        _show_dialogue(segment, begin, console)
-        _show_tokens(segment, trainer, begin, tokenizer, console, has_all_tokens)
-        begin += len(segment)
 
 
 def _show_dialogue(segment: Segment, begin: int, console: Console) -> None:

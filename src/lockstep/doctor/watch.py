@@ -40,7 +40,7 @@ from lockstep.doctor.inputs.trainers import (
     TrlDump,
     VerlDump,
 )
-from lockstep.doctor.rows import Rows
+from lockstep.doctor.rows import SIDES, Rows
 from lockstep.doctor.tokenization import Tokenization, why_beyond
 from lockstep.errors import ConfigError, LockstepError, MismatchError, named
 from lockstep.observe.alarms import CRITICAL_LIMIT
@@ -193,7 +193,7 @@ class Watch:
         if not taken.lines or self._is_off:
             return {}
         rows = partial(self._rows_of, PrimeRlDump, taken.step, (taken.lines,), {})
-        return self._look(taken.step, rows, taken.limit, seconds_before=taken.seconds)
+        return self.look(taken.step, rows, taken.limit, taken.seconds)
 
     def rows(self, rows: Sequence[Mapping[str, Any]], *, step: int) -> dict[str, float]:
         """Looks at rows of your own: mappings with `token_ids`, `loss_mask` and any other columns
@@ -216,11 +216,10 @@ class Watch:
         found = frozenset({"row_ids", "token_ids", "loss_mask"}).union(*(r.columns for r in made))
         self.learn(**facts | kind.facts_in(found))
         if not self._columns:
-            sides = {"rollout_logprobs": "sampler", "trainer_logprobs": "trainer"}
-            for name in (name for name in sides if name not in found):
+            for side, name in ((s, name) for s, name in SIDES.items() if name not in found):
                 self.warn(
-                    f"step {step}: doctor: the rows have no log-probs of the {sides[name]}, so "
-                    "checks that compare the two sides are not made. To get them: "
+                    f"step {step}: doctor: the rows have no log-probs of the {side}, so checks "
+                    "that compare the two sides are not made. To get them: "
                     f"{kind.why.get(name) or HOW_TO_GET[name]}"
                 )
             self._columns = found
@@ -229,17 +228,17 @@ class Watch:
 
     # -- a look -------------------------------------------------------------------------------
 
-    def look(self, step: int, make_rows: MakeRows) -> dict[str, float]:
+    def look(
+        self, step: int, make_rows: MakeRows, limit: int | None = None, seconds_before: float = 0.0
+    ) -> dict[str, float]:
         """The metrics `doctor/...` of one step; empty if it is not looked at.
 
-        Each cause is reported once, when it is first found; the rows that show it are kept.
+        Each cause is reported once, when it is first found; the rows that show it are kept. limit:
+        of the rows; None: by the time that looks may take. seconds_before: spent for it already.
         """
-        limit = self._rows_of_look()
-        return self._look(step, make_rows, limit) if limit else {}
-
-    def _look(
-        self, step: int, make_rows: MakeRows, limit: int, *, seconds_before: float = 0.0
-    ) -> dict[str, float]:
+        limit = self._rows_of_look() if limit is None else limit
+        if not limit:
+            return {}
         began = self._clock()
         found: dict[str, float] = {}
         new: list[MismatchError] = []

@@ -120,11 +120,9 @@ class Tally:
         self.num_rows += len(rows)
         try:
             found = [c for c in self.fact.look(rows, setting) if len(c.begin)]
-        except LockstepError as error:
-            self.error = str(error)
-            return left
         except Exception as error:  # a plugin's bug: the other facts go on
-            self.error = f"failed with {type(error).__name__}: {error}"
+            is_ours = isinstance(error, LockstepError)
+            self.error = str(error) if is_ours else f"failed with {type(error).__name__}: {error}"
             return left
         hit: dict[str, set[int]] = defaultdict(set)
         for one in (_news(rows, left, c) for c in found):
