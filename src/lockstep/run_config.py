@@ -340,8 +340,8 @@ class Config(ModelChoice):
         others = (FrozenSeat, OwnSeat)
         if known and all(isinstance(self.seats.get(seat), others) for seat in known):
             raise ConfigError(
-                f"no seat is left for the policy of the run ({', '.join(known)}): it would not be "
-                f"trained. Set seats.{known[0]}=policy."
+                f"no seat is left for the policy of the run ({', '.join(known)}): task={kind} "
+                f"would train nothing. Set seats.{known[0]}=policy."
             )
         for problem in conflicts_in(self, CONFLICTS["own_seats"]) if self.own_seats else ():
             raise ConfigError(

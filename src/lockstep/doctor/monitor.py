@@ -7,10 +7,10 @@ imports nothing of the doctor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,7 +29,6 @@ from lockstep.doctor.watch import Watch, choose
 from lockstep.errors import ConfigError
 from lockstep.observe.live import ViewKind
 from lockstep.recipes import custom_config, find_config
-from lockstep.renderers.base import Renderer
 from lockstep.run.train import check_out, said_first
 from lockstep.run.train import train as train_without_monitor
 from lockstep.run.train import train_side_by_side as train_side_by_side_without_monitor
@@ -37,45 +36,37 @@ from lockstep.run_config import Config
 from lockstep.store.run import Outcome
 from lockstep.types import Group, Sample
 
+if TYPE_CHECKING:
+    from lockstep.run.training_run import Monitor, TrainingRun
 
-def open_monitor(
-    config: Config,
-    path: Path,
-    *,
-    renderer: Renderer,
-    is_moe: bool,
-    vocab_size: int,
-    is_one_process: bool,
-    warn: Callable[[str], None],
-) -> Callable[..., dict[str, float]] | None:
-    """Makes what looks at each step of a run after its update; None if `doctor.rows` is 0.
 
-    path: directory of the run; rows that show a cause are written below it. warn: prints a line for
-    the user.
-    """
+def open_monitor(run: TrainingRun) -> Monitor | None:
+    """Makes what looks at each step of a run after its update; None if `doctor.rows` is 0. Rows
+    that show a cause are written below the run's directory."""
+    config, renderer, model = run.config, run.parts.renderer, run.model_files.model
     if not config.doctor.rows:
         return None
     facts = Facts(
         trainer="lockstep",
         model=config.model,
-        vocab_size=vocab_size,
+        vocab_size=model.vocab_size,
         stop_ids=frozenset(renderer.stop_ids),
         temperature=config.agent.temperature,
         top_p=config.agent.top_p,
         top_k=config.agent.top_k,
-        is_moe=is_moe,
+        is_moe=model.is_moe,
         max_staleness=config.max_staleness * config.trainer.updates_per_batch,
-        is_one_process=is_one_process,
+        is_one_process=run.is_one_process,
     )
     # Without the renderer: rendering again costs more than all other checks together. A step is
     # looked at whatever time it takes: two runs of one seed report the same.
     watching = Watch(
-        path / MONITOR,
+        run.path / MONITOR,
         tokenizer=renderer.tokenizer,
         facts=facts,
         rows=config.doctor.rows,
         max_share=math.inf,
-        warn=warn,
+        warn=run.warn,
         has_page=False,
     )
 
@@ -90,8 +81,12 @@ def open_monitor(
         """The metrics `doctor/...` of one step. rows: as they were trained, with both sides'
         log-probs. sampled_rows: as they were sampled. groups: the episodes of the rows, which hold
         the ids that the engine returned. version: of the weights before the update."""
-
-        keep_trained(path / TRAINED, step, rows, sampled_rows, groups, version=version)
+        drawn = {id(row) for row in sampled_rows}
+        if any(id(row) not in drawn for row in rows):
+            # A hook changed one: the store has the rows as sampled, without trainer's log-probs.
+            (run.path / TRAINED).mkdir(parents=True, exist_ok=True)
+            made = rows_of(rows, groups, version=version)
+            write_rows(run.path / TRAINED / f"step-{step:06d}.parquet", [made])
 
         def chosen(limit: int) -> Rows | None:
             index = choose([row.group for row in rows], limit, step=step)
@@ -100,24 +95,6 @@ def open_monitor(
         return watching.look(step, chosen)
 
     return look
-
-
-def keep_trained(
-    directory: Path,
-    step: int,
-    rows: Sequence[Sample],
-    sampled_rows: Sequence[Sample],
-    groups: Sequence[Group],
-    *,
-    version: int,
-) -> None:
-    """Writes the rows of a step if a hook changed one: the store then has the rows as sampled,
-    without the trainer's log-probs. Other runs write nothing."""
-    drawn = {id(row) for row in sampled_rows}
-    if any(id(row) not in drawn for row in rows):
-        directory.mkdir(parents=True, exist_ok=True)
-        made = rows_of(rows, groups, version=version)
-        write_rows(directory / f"step-{step:06d}.parquet", [made])
 
 
 def rows_of(samples: Sequence[Sample], groups: Sequence[Group], *, version: int) -> Rows:
@@ -170,9 +147,8 @@ def train(
             "(dataclasses.replace), or give model=, reward= and tasks= in its place."
         )
     check_not_importing()
-    monitor = open_monitor
     return train_without_monitor(
-        config, out=out, resume=resume, start=start, view=view, monitor=monitor
+        config, out=out, resume=resume, start=start, view=view, monitor=open_monitor
     )
 
 

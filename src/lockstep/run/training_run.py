@@ -46,7 +46,7 @@ Monitor = Callable[..., dict[str, float]]
 
 REFERENCE = "reference"
 """Directory of a run that starts from another: the weights that its KL penalty compares with."""
-OpenMonitor = Callable[..., Monitor | None]
+OpenMonitor = Callable[["TrainingRun"], Monitor | None]
 """Makes a run's monitor once its parts are built: see `lockstep.doctor.monitor.open_monitor`. A
 function of a module, as ranks pickle it."""
 
@@ -143,21 +143,12 @@ class TrainingRun:
     def begin(self, options: RunOptions, origin: Path | None) -> None:
         """Opens the monitor, goes to the step where the run begins or continues, and shows its
         header. origin: the checkpoint of another run that this one began with."""
-        model = self.model_files.model
         if self.directory is not None:
             world = 1 if self.ranks is None else self.ranks.world
             facts = {"is_one_process": self.is_one_process, "processes": world}
             self.directory.add_facts(facts | self.parts.numerics.facts())
             if options.monitor is not None:
-                self.monitor = options.monitor(
-                    self.config,
-                    self.path,
-                    renderer=self.parts.renderer,
-                    is_moe=model.is_moe,
-                    vocab_size=model.vocab_size,
-                    is_one_process=self.is_one_process,
-                    warn=self.warn,
-                )
+                self.monitor = options.monitor(self)
         if options.resume:
             self.restore_newest(origin)
         elif origin is not None:

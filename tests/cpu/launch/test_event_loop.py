@@ -75,10 +75,10 @@ def test_an_interrupt_inside_a_running_loop_ends_the_coroutine_and_not_the_loop(
     assert in_a_cell(call) == "went on" and cleaned == [True]
 
 
-def interrupting_monitor(config, path, **known):
+def interrupting_monitor(run):
     """Interrupts step 1 between its update and its row."""
 
-    def look(step, rows, groups, *, version):
+    def look(step, rows, sampled_rows, groups, *, version):
         if step == 1:
             os.kill(os.getpid(), signal.SIGINT)
         return {}

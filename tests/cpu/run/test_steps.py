@@ -94,7 +94,7 @@ def broken_monitor(step, rows, groups, *, version):
     return {}
 
 
-def open_broken_monitor(*_, **__):
+def open_broken_monitor(_run):
     return broken_monitor
 
 
