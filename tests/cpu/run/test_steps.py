@@ -88,7 +88,7 @@ def test_a_second_interrupt_does_not_cut_the_checkpoint_off(whole, tmp_path, mon
     assert rows_of(path) == rows_of(whole)
 
 
-def broken_monitor(step, rows, groups, *, version):
+def broken_monitor(step, rows, sampled_rows, groups, *, version):
     if step == 1:
         raise OSError("no space left")
     return {}
