@@ -15,8 +15,8 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from lockstep.engines.base import Engine, EngineContext
     from lockstep.models.decoder import Decoder
     from lockstep.tinker.embedded import Base, OutsideEngine
-    from lockstep.tinker.service import TinkerService
 
 T = TypeVar("T")
 
@@ -111,113 +110,174 @@ class SessionStore:
         self.num_stored += len(groups)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelServer:
-    """A running server: one address, and an API or both."""
+    """A model behind one address, with an API or both, while it is `running`."""
 
     listener: Listener
-    agents: GatewayServer | None
+    agents: GatewayServer | None = None
     """OpenAI's and Anthropic's APIs."""
-    store: SessionStore | None
+    store: SessionStore | None = None
     """Stores what the agents did."""
-    agents_out: Path | None
-    tinker_models: tuple[str, ...]
-    """Models of Tinker's API; none without it."""
-    tinker_out: Path | None
+    agents_out: Path | None = None
+    tinker_out: Path | None = None
+
+    def __init__(
+        self,
+        served: Served,
+        *,
+        key: str = "",
+        out: str | Path | None = None,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """note: gets lines for a person."""
+        self.served, self.config, self.key, self._note = served, served.config, key, note
+        self.config.gateway.check_key(key)
+        self._out = None if out is None else Path(out)
+        self.bases: dict[str, Base] = {}
+        """Models of Tinker's API by their names; none without it."""
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[ModelServer]:
+        """Serves inside the block. At its end all sessions are ended, stored if there is an `out`,
+        and the engines are closed."""
+        from lockstep.agent.gateway.listener import Listener
+
+        async with contextlib.AsyncExitStack() as stack:
+            self.listener = Listener(self.config.gateway)
+            if "tinker" in self.config.api:
+                await self._open_tinker(stack)
+            if "agents" in self.config.api:
+                await self._open_agents(stack)
+            stack.push_async_callback(self.listener.close)
+            await self.listener.start()
+            yield self
+
+    async def _open_tinker(self, stack: contextlib.AsyncExitStack) -> None:
+        """Journal, checkpoints and run directories are in `out`; another server over the same
+        directory goes on with what this one has accepted."""
+        from lockstep.tinker.embedded import EmbeddedBackend
+        from lockstep.tinker.record import ModelRecord
+        from lockstep.tinker.server import TinkerServer
+        from lockstep.tinker.service import TinkerService
+
+        config, note = self.config, self._note
+        _check_bases(self.served)
+        self.tinker_out = out = self._out or default_run_path("tinker")
+        for name, model in base_names(config).items():
+            base = await open_base(config, name, model, place=out / "engine" / name, note=note)
+            stack.push_async_callback(base.engine.close)
+            note(f"{name}: {base.facts['numerics']}")
+            self.bases[name] = base
+        backend = EmbeddedBackend([*self.bases.values()], config.trainer)
+        stack.push_async_callback(backend.close)
+        records = partial(ModelRecord, root=out / "runs", bases=self.bases, write=note)
+        service = TinkerService(backend, out, config.tinker, open_record=records)
+        stack.push_async_callback(service.close)
+        await service.start()
+        TinkerServer(service, key=self.key, listener=self.listener)
+
+    async def _open_agents(self, stack: contextlib.AsyncExitStack) -> None:
+        from lockstep.agent.gateway.registry import SessionRegistry
+        from lockstep.agent.gateway.server import GatewayServer
+
+        served, config, store = self.served, self.config, None
+        out = self._out
+        if out is not None and self.tinker_out is not None:
+            out = default_run_path("agents", root=out / "runs")
+        self.agents_out = out
+        if out is not None:
+            directory = RunDirectory.create(out, to_dict(config))
+            self.store = store = SessionStore(stack.enter_context(directory))
+            stack.callback(store.write)
+        shared = next((b for b in self.bases.values() if b.config.model == config.model), None)
+        if shared is None:
+            model_files, engine = open_served(served, scratch=out, on_wait=self._note)
+            stack.push_async_callback(engine.close)
+        else:  # one engine and one set of weights under both
+            model_files, engine = shared.model_files, shared.engine
+        if served.version and engine.capabilities.shares_weights:
+            await engine.load_weights(None, version=served.version)
+        sessions = SessionRegistry(
+            lambda task: _session(served, model_files, engine, task),
+            idle_seconds=config.idle_seconds,
+            on_finished=lambda session: None if store is None else store.add(session),
+        )
+        self.agents = GatewayServer(
+            sessions,
+            renderer=model_files.renderer,
+            model=config.model.rstrip("/").rpartition("/")[2],
+            key=self.key,
+            store=None if store is None else store.store,
+            listener=self.listener,
+        )
+        stack.push_async_callback(sessions.close)
+        stack.push_async_callback(self.agents.close)
+
+    async def store_until(self, stop: asyncio.Event) -> None:
+        """Writes finished sessions every PART_SECONDS, until `stop` is set."""
+        while not stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), PART_SECONDS)
+            try:
+                if self.store is not None:
+                    self.store.write()
+            except RunError as error:
+                self._note(f"{error} They are kept, and tried again.")
 
     @property
     def url(self) -> str:
         return self.listener.url
 
+    def counts(self) -> dict[str, int]:
+        """The work that was done for agents; empty without their APIs."""
+        if self.agents is None:
+            return {}
+        names = ("requests", "refused", "failed", "sampled_tokens", "encoded_tokens")
+        counts = {name: self.agents.counts[name] for name in names}
+        num_stored = 0 if self.store is None else self.store.num_stored
+        return {"sessions": len(self.agents.sessions.all()), **counts, "stored": num_stored}
 
-@contextlib.asynccontextmanager
-async def opened(
-    served: Served,
-    *,
-    key: str = "",
-    out: str | Path | None = None,
-    on_wait: Callable[[str], None] = lambda text: None,
-) -> AsyncIterator[ModelServer]:
-    """Runs the server inside the block. At its end all sessions are ended, stored if there is an
-    `out`, and the engine is closed."""
-    from lockstep.agent.gateway.listener import Listener
+    def facts(self) -> dict[str, Any]:
+        """How to reach the server, for programs."""
+        found: dict[str, Any] = {"url": self.url, "needs_key": bool(self.key)}
+        found["max_tokens"] = self.config.max_tokens
+        if self.agents is not None:
+            out = self.agents_out
+            found |= {"openai_base_url": f"{self.url}/v1", "model": self.agents.model}
+            found["out"] = None if out is None else str(out)
+        if self.tinker_out is not None:
+            found |= {"tinker_base_url": self.url, "models": list(self.bases)}
+            found["out"] = str(self.tinker_out)
+        return found
 
-    config = served.config
-    config.gateway.check_key(key)
-    async with contextlib.AsyncExitStack() as stack:
-        listener = Listener(config.gateway)
-        place = None if out is None else Path(out)
-        bases: dict[str, Base] = {}
-        tinker_out = agents = store = None
-        if "tinker" in config.api:
-            from lockstep.tinker.server import TinkerServer
+    def lines(self) -> list[str]:
+        """How to reach the server, as lines that a shell takes."""
+        from lockstep.agent.gateway.listener import ANY_ADDRESS
 
-            tinker_out = place or default_run_path("tinker")
-            _check_bases(served)
-            for name, model in base_names(config).items():
-                scratch = tinker_out / "engine" / name
-                base = await open_base(config, name, model, place=scratch, note=on_wait)
-                stack.push_async_callback(base.engine.close)
-                on_wait(f"{name}: {base.facts['numerics']}")
-                bases[name] = base
-            service = await _start_tinker(stack, config, bases, out=tinker_out, note=on_wait)
-            TinkerServer(service, key=key, listener=listener)
-            place = place and default_run_path("agents", root=place / "runs")
-        if "agents" in config.api:
-            if place is not None:
-                directory = RunDirectory.create(place, to_dict(config))
-                store = SessionStore(stack.enter_context(directory))
-                stack.callback(store.write)
-            shared = next((b for b in bases.values() if b.config.model == config.model), None)
-            if shared is None:
-                model_files, engine = open_served(served, scratch=place, on_wait=on_wait)
-                stack.push_async_callback(engine.close)
-            else:  # one engine and one set of weights under both
-                model_files, engine = shared.model_files, shared.engine
-            if served.version and engine.capabilities.shares_weights:
-                await engine.load_weights(None, version=served.version)
-            agents = _agents(served, model_files, engine, store, listener=listener, key=key)
-            stack.push_async_callback(agents.sessions.close)
-            stack.push_async_callback(agents.close)
-        stack.push_async_callback(listener.close)
-        await listener.start()
-        yield ModelServer(
-            listener=listener,
-            agents=agents,
-            store=store,
-            agents_out=place if agents else None,
-            tinker_models=tuple(bases),
-            tinker_out=tinker_out,
-        )
-
-
-def _agents(
-    served: Served,
-    model_files: ModelFiles,
-    engine: Engine,
-    store: SessionStore | None,
-    *,
-    listener: Listener,
-    key: str,
-) -> GatewayServer:
-    """OpenAI's and Anthropic's APIs over an engine."""
-    from lockstep.agent.gateway.registry import SessionRegistry
-    from lockstep.agent.gateway.server import GatewayServer
-
-    config = served.config
-    sessions = SessionRegistry(
-        lambda task: _session(served, model_files, engine, task),
-        idle_seconds=config.idle_seconds,
-        on_finished=lambda session: None if store is None else store.add(session),
-    )
-    return GatewayServer(
-        sessions,
-        renderer=model_files.renderer,
-        model=config.model.rstrip("/").rpartition("/")[2],
-        key=key,
-        store=None if store is None else store.store,
-        listener=listener,
-    )
+        url, key, host = self.url, self.key, self.config.gateway.host
+        names = dict.fromkeys(self.bases)
+        if self.agents is not None:
+            names = {self.agents.model: None} | names
+        lines = [f"{url} serves {', '.join(names)}; Ctrl-C ends it"]
+        if key and key != os.environ.get("LOCKSTEP_KEY"):
+            lines.append(f"  export LOCKSTEP_KEY={shlex.quote(key)}")
+        if self.agents is not None:
+            shown = "$LOCKSTEP_KEY" if key else "none"
+            lines.append(f"  export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={shown}")
+            lines.append(f"  export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={shown}")
+        if self.tinker_out is not None:
+            # The client refuses keys that do not begin with tml-.
+            prefix = client_key(key).removesuffix(key)
+            shown = f"{prefix}$LOCKSTEP_KEY" if key else "tml-local"
+            lines.append(f"  export TINKER_BASE_URL={url} TINKER_API_KEY={shown}")
+        if (own := ANY_ADDRESS.get(host)) is not None:
+            lines.append(f"  on other machines, with the name of this one in place of {own}")
+        lines.append(f"  a dialogue may have {self.config.max_tokens} tokens (max_tokens)")
+        if self.agents_out is not None:
+            lines.append(f"  finished sessions go to {self.agents_out}")
+        if self.tinker_out is not None:
+            lines.append(f"  runs, checkpoints and the journal are in {self.tinker_out}")
+        return lines
 
 
 def _check_bases(served: Served) -> None:
@@ -260,86 +320,22 @@ def serve(
         if not is_json:
             print(text, file=sys.stderr, flush=True)
 
+    server = ModelServer(served, key=key, out=out, note=note)
+
     async def run() -> None:
-        server = None
+        is_up = False
         try:
-            async with opened(served, key=key, out=out, on_wait=note) as server:
-                lines = access_lines(server, served, key)
-                shown = json.dumps(_facts(server, served, key)) if is_json else "\n".join(lines)
+            async with server.running():
+                is_up = True
+                shown = json.dumps(server.facts()) if is_json else "\n".join(server.lines())
                 print(shown, flush=True)
-                await _write_until(_stop_on_sigint(note), server.store, note)
+                await server.store_until(_stop_on_sigint(note))
         finally:
-            if server is not None and server.agents is not None:
-                found = _counts(server.agents, server.store)
+            if is_up and (found := server.counts()):
                 text = ", ".join(f"{n} {name.replace('_', ' ')}" for name, n in found.items())
                 print(json.dumps(found) if is_json else text, flush=True)
 
     run_to_end(run())
-
-
-async def _write_until(
-    stop: asyncio.Event, store: SessionStore | None, note: Callable[[str], None]
-) -> None:
-    """Writes finished sessions every PART_SECONDS, until `stop` is set."""
-    while not stop.is_set():
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), PART_SECONDS)
-        try:
-            if store is not None:
-                store.write()
-        except RunError as error:
-            note(f"{error} They are kept, and tried again.")
-
-
-def _counts(agents: GatewayServer, store: SessionStore | None) -> dict[str, int]:
-    names = ("requests", "refused", "failed", "sampled_tokens", "encoded_tokens")
-    counts = {name: agents.counts[name] for name in names}
-    num_stored = 0 if store is None else store.num_stored
-    return {"sessions": len(agents.sessions.all()), **counts, "stored": num_stored}
-
-
-def _facts(server: ModelServer, served: Served, key: str) -> dict[str, Any]:
-    """How to reach the server, for programs."""
-    found: dict[str, Any] = {"url": server.url, "needs_key": bool(key)}
-    found["max_tokens"] = served.config.max_tokens
-    if server.agents is not None:
-        out = server.agents_out
-        found |= {"openai_base_url": f"{server.url}/v1", "model": server.agents.model}
-        found["out"] = None if out is None else str(out)
-    if server.tinker_out is not None:
-        found |= {"tinker_base_url": server.url, "models": list(server.tinker_models)}
-        found["out"] = str(server.tinker_out)
-    return found
-
-
-def access_lines(server: ModelServer, served: Served, key: str) -> list[str]:
-    """How to reach the server, as lines that a shell takes."""
-    from lockstep.agent.gateway.listener import ANY_ADDRESS
-
-    url, host = server.url, served.config.gateway.host
-    names = dict.fromkeys(server.tinker_models)
-    if server.agents is not None:
-        names = {server.agents.model: None} | names
-    lines = [f"{url} serves {', '.join(names)}; Ctrl-C ends it"]
-    if key and key != os.environ.get("LOCKSTEP_KEY"):
-        lines.append(f"  export LOCKSTEP_KEY={shlex.quote(key)}")
-    if server.agents is not None:
-        shown = "$LOCKSTEP_KEY" if key else "none"
-        lines.append(f"  export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={shown}")
-        lines.append(f"  export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={shown}")
-    if server.tinker_out is not None:
-        # The client refuses keys that do not begin with tml-.
-        prefix = client_key(key).removesuffix(key)
-        shown = f"{prefix}$LOCKSTEP_KEY" if key else "tml-local"
-        lines.append(f"  export TINKER_BASE_URL={url} TINKER_API_KEY={shown}")
-    if (own := ANY_ADDRESS.get(host)) is not None:
-        lines.append(f"  on other machines, with the name of this one in place of {own}")
-    lines.append(f"  a dialogue may have {served.config.max_tokens} tokens (max_tokens)")
-    if server.agents_out is not None:
-        lines.append(f"  finished sessions go to {server.agents_out}")
-    if server.tinker_out is not None:
-        lines.append(f"  runs, checkpoints and the journal are in {server.tinker_out}")
-    return lines
 
 
 def _stop_on_sigint(note: Callable[[str], None]) -> asyncio.Event:
@@ -382,8 +378,8 @@ class BackgroundServer:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         try:
-            server = opened(served, key=key, out=out, on_wait=note)
-            self.url = self._wait(self._stack.enter_async_context(server)).url
+            server = ModelServer(served, key=key, out=out, note=note)
+            self.url = self._wait(self._stack.enter_async_context(server.running())).url
         except BaseException:
             self.close()
             raise
@@ -543,26 +539,3 @@ async def _open_outside(
         await engine.close()
         raise
     return engine, outside, numerics, f"{name} samples: {how}"
-
-
-async def _start_tinker(
-    stack: contextlib.AsyncExitStack,
-    config: ServeConfig,
-    bases: Mapping[str, Base],
-    *,
-    out: Path,
-    note: Callable[[str], None],
-) -> TinkerService:
-    """The API without HTTP, until the stack is closed. Journal, checkpoints and run directories are
-    in `out`; another server over the same directory goes on with what this one has accepted."""
-    from lockstep.tinker.embedded import EmbeddedBackend
-    from lockstep.tinker.record import ModelRecord
-    from lockstep.tinker.service import TinkerService
-
-    backend = EmbeddedBackend([*bases.values()], config.trainer)
-    stack.push_async_callback(backend.close)
-    records = partial(ModelRecord, root=out / "runs", bases=bases, write=note)
-    service = TinkerService(backend, out, config.tinker, open_record=records)
-    stack.push_async_callback(service.close)
-    await service.start()
-    return service

@@ -17,7 +17,7 @@ from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.listener import Listener
 from lockstep.cli import main
 from lockstep.errors import ConfigError
-from lockstep.model_server import BackgroundServer, ModelServer, access_lines, find_served, opened
+from lockstep.model_server import BackgroundServer, ModelServer, find_served
 from lockstep.store.run import load_run
 
 MODEL, KEY = "tiny-qwen3", "sesame$1"
@@ -77,7 +77,7 @@ def test_what_cannot_be_served_together_is_said_at_once(tmp_path: Path):
         BackgroundServer(MODEL, "api=agents,other")
     of_run = replace(find_served(MODEL, ["api=tinker"]), weights=Path("a/policy"))
     with pytest.raises(ConfigError, match="RUN --hf DIR"):
-        asyncio.run(opened(of_run).__aenter__())
+        asyncio.run(ModelServer(of_run).running().__aenter__())
 
 
 # -- what is printed ------------------------------------------------------------------------------
@@ -85,15 +85,9 @@ def test_what_cannot_be_served_together_is_said_at_once(tmp_path: Path):
 
 def printed(key: str = "", **gateway: Any) -> list[str]:
     served = find_served(MODEL, [f"gateway.{name}={value}" for name, value in gateway.items()])
-    server = ModelServer(
-        listener=Listener(served.config.gateway),
-        agents=None,
-        store=None,
-        agents_out=None,
-        tinker_models=(MODEL,),
-        tinker_out=Path("runs/tinker"),
-    )
-    return access_lines(server, served, key)
+    server = ModelServer(served, key=key)
+    server.listener, server.tinker_out = Listener(served.config.gateway), Path("runs/tinker")
+    return server.lines()
 
 
 @pytest.mark.parametrize(
