@@ -76,20 +76,49 @@ def train_supervised(
     check_out(out, resume=resume)
     check_machine(config)
     with tempfile.TemporaryDirectory() as scratch:
-        begun = config = replace(config, dtype=config.compute_dtype)  # a run says which it was
-        if config.create:
-            from lockstep.models.tiny import create_tiny_model
+        config = replace(config, dtype=config.compute_dtype)  # a run says which it was
+        begun = _created(config, Path(scratch) / "created") if config.create else config
+        model_files, (rows, held_out) = check_supervised(begun, device=resolve_device(config))
+        from lockstep.run.training_run import finish_run  # imports torch
 
-            assert config.renderer is not None, "checked with the settings"
-            created = Path(scratch) / "created"
-            stages = config.data.stages(config.seed) if config.data else ()
-            dialogues = [d for stage in stages for d in stage.dialogues]
-            create_tiny_model(
-                config.create, created, dialogues, renderer=config.renderer, seed=config.seed
-            )
-            begun = replace(config, model=str(created), create="")
-        model_files, data = check_supervised(begun, device=resolve_device(config))
-        return _train(config, model_files, data, out=out, resume=resume, view=view)
+        facts, shown = model_files.facts(), open_view(is_json=view == "json")
+        if model_files.renderer_line:
+            config = replace(config, renderer=model_files.renderer_config)
+        if isinstance(model_files.model, ModelConfig):
+            facts["learning"] = rate_line(config, model_files.model)
+        opened = (
+            RunDirectory.open(out, facts=facts)
+            if resume
+            else RunDirectory.create(out, to_dict(config), facts=facts)
+        )
+        with opened as directory:
+            run = _Run(config, model_files, directory, shown, held_out)
+            shown.start(run.header(facts))
+            if resume:
+                run.restore()
+            status: Status = "interrupted"
+            # An interrupted run is a model too. A step whose row is not written is made again.
+            with suppress(KeyboardInterrupt):
+                run.make_steps(rows)
+                status = "done"
+            if status == "interrupted" and run.done == run.trainer.num_updates:
+                run.save()
+            made = run.write_model()
+        found = finish_run(out, shown, run.health)
+        shown.close()
+        losses = {k: run.last[k] for k in ("train/loss", "time/elapsed_seconds") if k in run.last}
+        return Outcome(out, status, {"steps": run.done, made.name: str(made), **losses, **found})
+
+
+def _created(config: SupervisedConfig, place: Path) -> SupervisedConfig:
+    """The settings with the tiny model that `create` makes in `place`."""
+    from lockstep.models.tiny import create_tiny_model
+
+    assert config.renderer is not None, "checked with the settings"
+    stages = config.data.stages(config.seed) if config.data else ()
+    dialogues = [d for stage in stages for d in stage.dialogues]
+    create_tiny_model(config.create, place, dialogues, renderer=config.renderer, seed=config.seed)
+    return replace(config, model=str(place), create="")
 
 
 def check_supervised(
@@ -108,46 +137,6 @@ def check_supervised(
     rows, held_out = _rows(config, model_files)
     first = list(islice(rows, config.sft.rows_per_step))  # a bad dialogue raises here
     return model_files, (chain(first, rows), held_out)
-
-
-def _train(
-    config: SupervisedConfig,
-    model_files: ModelFiles,
-    data: Rows,
-    *,
-    out: Path,
-    resume: bool,
-    view: ViewKind,
-) -> Outcome:
-    from lockstep.run.training_run import finish_run
-
-    facts, shown = model_files.facts(), open_view(is_json=view == "json")
-    if model_files.renderer_line:
-        config = replace(config, renderer=model_files.renderer_config)
-    if isinstance(model_files.model, ModelConfig):
-        facts["learning"] = rate_line(config, model_files.model)
-    opened = (
-        RunDirectory.open(out, facts=facts)
-        if resume
-        else RunDirectory.create(out, to_dict(config), facts=facts)
-    )
-    with opened as directory:
-        run = _Run(config, model_files, directory, shown, data[1])
-        shown.start(run.header(facts))
-        if resume:
-            run.restore()
-        status: Status = "interrupted"
-        # An interrupted run is a model too. A step whose row is not written is made again.
-        with suppress(KeyboardInterrupt):
-            run.make_steps(data[0])
-            status = "done"
-        if status == "interrupted" and run.done == run.trainer.num_updates:
-            run.save()
-        made = run.write_model()
-    found = finish_run(out, shown, run.health)
-    shown.close()
-    losses = {k: run.last[k] for k in ("train/loss", "time/elapsed_seconds") if k in run.last}
-    return Outcome(out, status, {"steps": run.done, made.name: str(made), **losses, **found})
 
 
 class _Run:
