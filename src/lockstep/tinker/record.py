@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -122,15 +122,35 @@ class ModelRecord:
     def _keep(
         self, datum: Datum, logprobs: Float32Array, is_sampled: Bools, versions: Int32Array
     ) -> None:
-        name = f"{self._last_step + 1}-{self._num_rows}"
-        trajectory = episode_of(
-            datum, is_sampled, id=name, versions=versions, stop_ids=self._base.info.stop_ids
-        )
-        if trajectory is None:
+        """Keeps the datum as an episode: observed and sampled segments in turn, one for each
+        version of the weights. Without sampled targets, or if these are not the ids that follow,
+        it is none."""
+        targets = np.asarray(datum.inputs[TARGETS])
+        ids = np.append(datum.token_ids, targets[-1]).astype(np.int32)
+        if not is_sampled.any() or (targets != ids[1:])[is_sampled].any():
             return
-        prompt = trajectory.segments[0].token_ids
-        task = hashlib.blake2b(prompt.tobytes(), digest_size=6).hexdigest()
-        trajectory.task_id = task
+        recorded = np.append(np.float32(np.nan), datum.inputs["logprobs"])
+        drawn_by = np.append(-1, np.where(is_sampled, versions, -1))  # -1: observed
+        borders = np.flatnonzero(np.diff(drawn_by)) + 1
+        task = hashlib.blake2b(ids[: borders[0]].tobytes(), digest_size=6).hexdigest()
+        trajectory = Trajectory(id=f"{self._last_step + 1}-{self._num_rows}", task_id=task)
+        parent = None
+        for start, stop in zip((0, *borders), (*borders, len(ids)), strict=True):
+            if drawn_by[start] < 0:
+                parent = trajectory.observe(ids[start:stop], parent=parent)
+                continue
+            assert parent is not None, "the first id is never sampled"
+            parent = trajectory.record(
+                ids[start:stop],
+                logprobs=recorded[start:stop],
+                parent=parent,
+                prompt_ids=ids[:start],
+                policy_version=int(drawn_by[start]),
+                finish_reason="stop" if ids[stop - 1] in self._base.info.stop_ids else "length",
+            )
+        assert parent is not None, "a datum has at least one id"
+        trajectory.rewards[parent] = float(np.mean(_advantages(datum)[is_sampled]))
+        trajectory.status = "finished"
         group = self._groups.setdefault(task, Group(task=Task(id=task), trajectories=[]))
         group.trajectories.append(trajectory)
         (row,) = trajectory.rows()
@@ -204,38 +224,6 @@ def sampled_places(datum: Datum) -> Bools | None:
         return None
     is_drawn = np.zeros(len(datum), bool) if datum.versions is None else datum.versions >= 0
     return is_drawn | (np.asarray(logprobs) != 0)
-
-
-def episode_of(
-    datum: Datum, is_sampled: Bools, *, id: str, versions: Int32Array, stop_ids: Collection[int]
-) -> Trajectory | None:
-    """The datum as an episode: observed and sampled segments in turn, one for each version of the
-    weights. None if its sampled targets are not the ids that follow, or there are none."""
-    targets = np.asarray(datum.inputs[TARGETS])
-    ids = np.append(datum.token_ids, targets[-1]).astype(np.int32)
-    if not is_sampled.any() or (targets != ids[1:])[is_sampled].any():
-        return None
-    logprobs = np.append(np.float32(np.nan), datum.inputs["logprobs"])
-    drawn_by = np.append(-1, np.where(is_sampled, versions, -1))  # -1: observed
-    borders = np.flatnonzero(np.diff(drawn_by)) + 1
-    trajectory, parent = Trajectory(id=id), None
-    for start, stop in zip((0, *borders), (*borders, len(ids)), strict=True):
-        if drawn_by[start] < 0:
-            parent = trajectory.observe(ids[start:stop], parent=parent)
-            continue
-        assert parent is not None, "the first id is never sampled"
-        parent = trajectory.record(
-            ids[start:stop],
-            logprobs=logprobs[start:stop],
-            parent=parent,
-            prompt_ids=ids[:start],
-            policy_version=int(drawn_by[start]),
-            finish_reason="stop" if ids[stop - 1] in stop_ids else "length",
-        )
-    assert parent is not None, "a datum has at least one id"
-    trajectory.rewards[parent] = float(np.mean(_advantages(datum)[is_sampled]))
-    trajectory.status = "finished"
-    return trajectory
 
 
 def _advantages(datum: Datum) -> Float32Array:

@@ -41,13 +41,15 @@ class Resources:
         self,
         backend: EmbeddedBackend,
         directory: Path,
-        config: TinkerConfig,
-        open_record: Callable[[str, ModelSpec], ModelRecord] | None,
+        config: TinkerConfig | None = None,
+        *,
+        open_record: Callable[[str, ModelSpec], ModelRecord] | None = None,
     ) -> None:
         """open_record: begins the record of a model by its id; None keeps none. Raises RunError if
         another process uses the directory."""
         directory.mkdir(parents=True, exist_ok=True)
-        self.backend, self.config, self.open_record = backend, config, open_record
+        self.backend, self.open_record = backend, open_record
+        self.config = config = config or TinkerConfig()
         self.bases = {base.name: base for base in backend.base_models}
         self.journal = Journal(directory / "journal.sqlite")
         self.store = CheckpointFiles(directory, self.journal)

@@ -11,10 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.agent.background import Background
 from lockstep.agent.gateway.reading import Value
@@ -22,14 +20,9 @@ from lockstep.errors import RunError
 from lockstep.tinker.checkpoints import SCHEME, SEGMENTS, check_ttl
 from lockstep.tinker.journal import Accepted, Checkpoint, Session, Trained
 from lockstep.tinker.models import Models, adapter_of
-from lockstep.tinker.requests import ModelSpec, not_found
+from lockstep.tinker.requests import not_found
 from lockstep.tinker.resources import Resources
 from lockstep.tinker.samplers import Samplers
-from lockstep.tinker_config import TinkerConfig
-
-if TYPE_CHECKING:
-    from lockstep.tinker.embedded import EmbeddedBackend
-    from lockstep.tinker.record import ModelRecord
 
 LOGGER = logging.getLogger(__name__)
 
@@ -42,7 +35,7 @@ MAX_CONCURRENT_SAMPLES = 512
 the server, and systems commonly allow a process 1024 files."""
 
 
-class TinkerService:
+class TinkerService(Resources):
     """Serves `backend` over a store directory, from `start` to `close`.
 
     `sessions`, `models`, `samplers`, `futures` and `listings` answer the requests: their methods
@@ -50,26 +43,12 @@ class TinkerService:
     a request that cannot be done.
     """
 
-    def __init__(
-        self,
-        backend: EmbeddedBackend,
-        directory: Path,
-        config: TinkerConfig | None = None,
-        *,
-        open_record: Callable[[str, ModelSpec], ModelRecord] | None = None,
-    ) -> None:
-        """open_record: begins the record of a model by its id; None keeps none.
-
-        Raises RunError if another process uses the directory, or a model in it needs a base model
-        that is not served.
-        """
-        self.config = config or TinkerConfig()
-        resources = Resources(backend, directory, self.config, open_record)
-        self.bases, self.journal, self.store = resources.bases, resources.journal, resources.store
-        self.sessions, self.futures = resources.sessions, resources.futures
-        self.samplers = Samplers(resources)
-        self.models = Models(resources, self.samplers)
-        self.listings = Listings(resources, self.models)
+    def __init__(self, *resources: Any, **options: Any) -> None:
+        """As for `Resources`."""
+        super().__init__(*resources, **options)
+        self.samplers = Samplers(self)
+        self.models = Models(self, self.samplers)
+        self.listings = Listings(self, self.models)
         self._background = Background()
 
     # -- life -------------------------------------------------------------------------------------
