@@ -66,7 +66,7 @@ def diagnose(
             raise ConfigError(f"--only {name}: there is no such fact or hypothesis.{near}")
     lacks = {**words.lacks, **dump.lacks}
     unjudged = [why for why in (words.lacks.get("messages"),) if why]
-    read = dump.read
+    read = dump.chunks
     if isinstance(model, Model) or model:
         try:
             opened = open_model(dump, facts, model=model, adapter=adapter, against=against)

@@ -50,13 +50,13 @@ def write_page(
     make it larger are left out and counted.
     """
     out = Path(out)
-    num_tokens = NUM_TOKENS
+    rows, num_left_out = rows_to_show(diagnosis, num_rows, NUM_TOKENS)
     while True:
-        document = build_document(diagnosis, num_rows=num_rows, num_tokens=num_tokens)
-        page = render_page(document, TEMPLATE).encode()
-        if len(page) <= MAX_PAGE_BYTES or not document["trajectories"]:
+        page = render_page(build_document(diagnosis, rows, num_left_out), TEMPLATE).encode()
+        if len(page) <= MAX_PAGE_BYTES or not rows:
             break
-        num_rows, num_tokens = num_rows // 2, num_tokens // 2
+        num_left_out += len(rows) - len(rows) // 2
+        rows = rows[: len(rows) // 2]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(out, lambda file: file.write(page))
@@ -65,9 +65,10 @@ def write_page(
     return out
 
 
-def build_document(diagnosis: Diagnosis, *, num_rows: int, num_tokens: int) -> dict[str, Any]:
+def build_document(
+    diagnosis: Diagnosis, rows: Sequence[Mapping[str, Any]], num_left_out: int
+) -> dict[str, Any]:
     """The content of the page as JSON, in the form of a report of one run."""
-    rows, num_left_out = _rows_to_show(diagnosis, num_rows, num_tokens)
     pieces = [piece for found in diagnosis.examination.findings for piece in found.evidence]
     used = {i for piece in pieces for i in piece.expected_ids[:MAX_EXPECTED]}
     used = used.union(*(s["token_ids"] for row in rows for s in row["segments"]))
@@ -91,7 +92,7 @@ def build_document(diagnosis: Diagnosis, *, num_rows: int, num_tokens: int) -> d
 # -- rows ---------------------------------------------------------------------------------------
 
 
-def _rows_to_show(
+def rows_to_show(
     diagnosis: Diagnosis, num_rows: int, num_tokens: int
 ) -> tuple[list[dict[str, Any]], int]:
     """(documents of rows, how many were left out as too long): proof, then the worst, a sample."""

@@ -49,7 +49,7 @@ def fetch(
     wanted, called = set(numbers), set(names)
     out: dict[int, Rows] = {}
     first = 0
-    for rows in dump.read() if wanted or called else ():
+    for rows in dump.chunks() if wanted or called else ():
         for i, name in enumerate(rows.row_ids):
             if first + i in wanted or name in called:
                 out[first + i] = rows.take([i])

@@ -13,7 +13,7 @@ from html_pages import Page, drawn
 
 import lockstep
 from lockstep.doctor import html_page as doctor_page
-from lockstep.doctor.html_page import build_document, row_document, write_page
+from lockstep.doctor.html_page import row_document, rows_to_show, write_page
 from lockstep.doctor.rows import Rows
 from lockstep.errors import ConfigError
 from lockstep.testing.tokenizers import byte_tokenizer
@@ -124,9 +124,9 @@ def test_a_row_that_is_too_long_is_cut_around_its_worst_token(monkeypatch):
 
 
 def test_the_budget_holds_and_what_is_left_out_is_counted(diagnosis, tmp_path, monkeypatch):
-    document = build_document(diagnosis, num_rows=200, num_tokens=5 * NUM_TOKENS)
-    assert len(document["trajectories"]) == 5 and document["num_left_out_for_size"] == 15
-    assert all(t["evidence"] for t in document["trajectories"]), "the proof comes first"
+    rows, num_left_out = rows_to_show(diagnosis, 200, 5 * NUM_TOKENS)
+    assert len(rows) == 5 and num_left_out == 15
+    assert all(row["evidence"] for row in rows), "the proof comes first"
     whole = write_page(diagnosis, tmp_path / "whole.html").stat().st_size
     monkeypatch.setattr(doctor_page, "MAX_PAGE_BYTES", whole - 20_000)
     smaller = write_page(diagnosis, tmp_path / "smaller.html", num_rows=20)

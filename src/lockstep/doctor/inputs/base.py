@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
-
-import numpy as np
 
 from lockstep.doctor.rows import Rows
 from lockstep.doctor.run_facts import RunFacts
@@ -16,14 +14,6 @@ from lockstep.tables import tables_beside
 
 CHUNK_TOKENS = 1 << 18
 """Tokens held in memory at a time: 20 bytes each, plus the arrays of the check that runs."""
-KEPT_BYTES = 768 << 20
-"""Size up to which rows stay in memory after the first reading: eighteen million tokens with both
-log-probs and messages, about 100 MB of Parquet. Checks read all rows several times, and unpacking
-a run costs more than most checks."""
-_WORDS_BYTES = 16
-"""Approximate bytes per token of the text in messages."""
-
-
 DECLARED: Mapping[str, Mapping[str, Any]] = tables_beside(__file__, "formats.toml")
 """Format of a dump -> its declaration: attributes of its class."""
 HOW_TO_GET: Mapping[str, str] = DECLARED["any"]["why"]
@@ -70,7 +60,6 @@ class Dump(ABC):
     """Sentences for the reader of the verdict: the rows are a sample, the run still goes on."""
     found_before: Mapping[str, int] = {}
     """Cause -> number of training steps that showed it; the stored rows may no longer show it."""
-    _kept: list[Rows] | None = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -91,35 +80,6 @@ class Dump(ABC):
     def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:
         """All rows from the beginning, at most `max_tokens` tokens (or one row) at a time."""
 
-    def read(self) -> Iterator[Rows]:
-        """`chunks()`, from memory if all rows were read before and fit into KEPT_BYTES.
-
-        The arrays are read-only."""
-        if self._kept is not None:
-            yield from self._kept
-            return
-        kept: list[Rows] = []
-        size = 0
-        for rows in self.chunks():
-            size += _freeze(rows)
-            kept.append(rows)
-            if size > KEPT_BYTES:
-                kept.clear()
-            yield rows
-        if size <= KEPT_BYTES:
-            self._kept = kept
-
     def step_metrics(self) -> Iterable[Mapping[str, Any]]:
         """Metrics of each step, under the names of docs/reference/metrics.md."""
         return ()
-
-
-def _freeze(rows: Rows) -> int:
-    """Makes the arrays read-only and returns their size in bytes."""
-    size = 0
-    for field in fields(rows):
-        value = getattr(rows, field.name)
-        if isinstance(value, np.ndarray):
-            value.setflags(write=False)
-            size += value.nbytes
-    return size + _WORDS_BYTES * rows.num_tokens * (rows.messages is not None)

@@ -99,7 +99,7 @@ class Model:
         if (of_dump := described(named)) != described(c):
             raise self._refusal(dump, f"the rows are of {facts.model} ({of_dump})", described(c))
         experts = (len(c.routed_layers), c.num_active_experts)
-        for rows in dump.read():
+        for rows in dump.chunks():
             is_beyond = (rows.token_ids < 0) | (rows.token_ids >= c.vocab_size)
             if is_beyond.any():
                 row, place = rows.where(at := int(np.argmax(is_beyond)))

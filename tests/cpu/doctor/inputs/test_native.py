@@ -291,23 +291,6 @@ def test_text_that_parquet_cannot_hold_is_refused_there_and_read_as_json(tmp_pat
     assert read.texts == rows.texts
 
 
-def test_rows_that_are_few_are_read_from_the_file_once(tmp_path: Path, monkeypatch):
-    write_rows(tmp_path / "rows.parquet", [some_rows()])
-    dump = open_dump(tmp_path / "rows.parquet")
-    next(dump.read())  # not to its end: nothing is kept
-    (first,) = dump.read()
-    (tmp_path / "rows.parquet").unlink()
-
-    assert next(dump.read()) is first
-    with pytest.raises(ValueError, match="read-only"):
-        first.token_ids[0] = 1
-
-    monkeypatch.setattr("lockstep.doctor.inputs.base.KEPT_BYTES", 100)
-    write_rows(tmp_path / "rows.parquet", [some_rows()])
-    dump = open_dump(tmp_path / "rows.parquet")
-    assert next(dump.read()) is not next(dump.read())
-
-
 def test_every_column_has_a_row_in_the_docs():
     page = (Path(__file__).parents[4] / "docs" / "doctor-dumps.md").read_text()
 
