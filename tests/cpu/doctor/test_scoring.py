@@ -249,8 +249,7 @@ def test_updates_that_bfloat16_does_not_show(sound):
 
     def model(own):
         scorer = SimpleNamespace(load=lambda weights: weights)
-        weights = SimpleNamespace(all=(old, new))
-        return SimpleNamespace(own=lambda rows: own, scorer=scorer, weights=weights)
+        return SimpleNamespace(own=lambda rows: own, scorer=scorer, weights=(old, new))
 
     assert moved_in_bfloat16(model(1), rows) == 8 / 72
     assert moved_in_bfloat16(model(0), rows) == 1.0

@@ -14,6 +14,7 @@ import urllib.error
 from dataclasses import replace
 from http.client import HTTPException
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from full_counts import PROOF
@@ -21,10 +22,9 @@ from unigrams import Served
 from wires import Wire, soon
 
 from lockstep.errors import StorageError
-from lockstep.observe.live import View
 from lockstep.store.run import RunDirectory, load_run
 from lockstep.tinker.record import ModelRecord
-from lockstep.tinker.requests import OptimStep
+from lockstep.tinker.requests import ModelSpec, OptimStep
 
 HERE = Path(__file__).parent
 
@@ -345,7 +345,10 @@ def test_an_update_that_the_disk_does_not_take_is_written_with_the_next(tmp_path
         log(row)
 
     directory.log = fails
-    record = ModelRecord(lambda: directory, View(None), stop_ids=())
+    base = SimpleNamespace(facts={"family": "dense", "is_one_process": True})
+    spec = ModelSpec(base_model="tiny", rank=8)
+    record = ModelRecord("run", spec, root=tmp_path, bases={"tiny": base}, write=print)
+    record._directory = directory
     request = OptimStep(learning_rate=0.1)
     with pytest.raises(StorageError):
         record.step(0, request, {"skipped:sum": 0.0})
