@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -128,13 +128,7 @@ class Tester:
             groups = await self._play(name, config, tasks)
             check_failures(groups, config.max_failed_share, where=f"evaluation ({name})")
             for arm, of_arm in _by_seat(groups, name).items():
-                metrics |= evaluation_metrics(
-                    of_arm,
-                    num_samples=config.evaluation.num_samples,
-                    name=arm,
-                    label=config.task.label,
-                    success_reward=config.evaluation.success_reward,
-                )
+                metrics |= evaluation_metrics(of_arm, config, name=arm)
             played[name] = [part for group in groups for part in group.by_seat()]
         return metrics, played
 
@@ -175,14 +169,7 @@ def _by_seat(groups: Sequence[Group], name: str) -> dict[str, list[Group]]:
     return dict(sorted(out.items()))
 
 
-def evaluation_metrics(
-    groups: Sequence[Group],
-    *,
-    num_samples: int,
-    name: str,
-    label: Callable[[Task], str],
-    success_reward: float,
-) -> dict[str, float]:
+def evaluation_metrics(groups: Sequence[Group], config: Config, *, name: str) -> dict[str, float]:
     """`eval/NAME...` of groups of k = num_samples episodes: mean@k and pass@k over the tasks.
 
     A failed episode counts with reward 0 and is counted under eval/NAME/failed: leaving it out
@@ -190,8 +177,8 @@ def evaluation_metrics(
     """
     trajectories = [t for g in groups for t in g.trajectories]
     rewards = [[0.0 if t.status == "failed" else t.reward for t in g.trajectories] for g in groups]
-    prefix, k = f"eval/{name}", num_samples
-    passed = [float(max(of_task) >= success_reward) for of_task in rewards]
+    prefix, k = f"eval/{name}", config.evaluation.num_samples
+    passed = [float(max(of_task) >= config.evaluation.success_reward) for of_task in rewards]
     metrics = with_interval(f"{prefix}/mean@{k}", [float(np.mean(r)) for r in rewards])
     metrics |= with_interval(f"{prefix}/pass@{k}", passed, bounds=(0.0, 1.0))
     num_failed = sum(t.status == "failed" for t in trajectories)
@@ -199,7 +186,7 @@ def evaluation_metrics(
     parts: dict[str, list[float]] = defaultdict(list)
     labels: dict[str, list[float]] = defaultdict(list)
     for group, values in zip(groups, rewards, strict=True):
-        of_task = label(group.task)
+        of_task = config.task.label(group.task)
         for each in dict.fromkeys((group.task.source, of_task)):
             if each:
                 labels[each] += values

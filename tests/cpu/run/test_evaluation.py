@@ -1,5 +1,7 @@
 """mean@k and pass@k: known values, and intervals that cluster by task."""
 
+from types import SimpleNamespace
+
 import pytest
 
 import lockstep
@@ -8,7 +10,7 @@ from lockstep.config import resolve
 from lockstep.errors import ConfigError, DataError
 from lockstep.recipes import find_recipe
 from lockstep.run.episodes import evaluation_metrics, with_interval
-from lockstep.run_config import EvaluationSet
+from lockstep.run_config import EvaluationConfig, EvaluationSet
 from lockstep.store.run import load_run
 from lockstep.types import Group, Task, Trajectory
 
@@ -31,13 +33,11 @@ def group(name, *rewards):
 
 
 def metrics_of(*groups):
-    return evaluation_metrics(
-        groups,
-        num_samples=len(groups[0].trajectories),
-        name="sampled",
-        label=lambda task: task.id[0],
-        success_reward=1.0,
+    evaluation = EvaluationConfig(num_samples=len(groups[0].trajectories), success_reward=1.0)
+    config = SimpleNamespace(
+        evaluation=evaluation, task=SimpleNamespace(label=lambda task: task.id[0])
     )
+    return evaluation_metrics(groups, config, name="sampled")
 
 
 def test_mean_and_pass_at_k_average_each_task_first_and_a_failed_episode_counts_0():
