@@ -71,7 +71,7 @@ class Session:
     ended: str = ""
     """Why it is over; empty while it is not."""
     ended_at: float = 0.0
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
     display_name: str | None = None
 
 
@@ -84,7 +84,7 @@ class Trained:
     spec: dict[str, Any]
     created: float
     last_request: float
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
     is_made: bool = False
     num_updates: int = 0
     state_seq_id: int = -1
@@ -126,7 +126,7 @@ class Checkpoint:
     size_bytes: int
     has_optimizer: bool
     expires: float | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
 
     @property
     def is_over(self) -> bool:

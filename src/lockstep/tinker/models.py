@@ -286,7 +286,7 @@ class TinkerRun:
             size_bytes=size_of(place),
             has_optimizer=with_optimizer,
             expires=expiry(body.get("ttl_seconds")),
-            metadata=body.get("user_metadata"),
+            metadata=wire.metadata_of(Value(body)["user_metadata"]),
         )
         self._store.add(checkpoint)
         return Done(payload={"type": request.kind, "path": path}, records=(checkpoint,))

@@ -145,7 +145,7 @@ class TinkerService(Resources):
         return {
             "training_run_ids": [each.id for each in models if each.session == session_id],
             "sampler_ids": [each.id for each in samplers if each.session == session_id],
-            "user_metadata": notes(session.metadata),
+            "user_metadata": session.metadata or None,
             "display_name": session.display_name,
         }
 
@@ -209,7 +209,7 @@ class Listings:
             "last_request_time": _time(model.last_request),
             "last_checkpoint": latest.get("training"),
             "last_sampler_checkpoint": latest.get("sampler"),
-            "user_metadata": notes(model.metadata),
+            "user_metadata": model.metadata or None,
         }
 
     def training_runs(self, body: Value) -> dict[str, Any]:
@@ -256,15 +256,8 @@ def _described(checkpoint: Checkpoint) -> dict[str, Any]:
         "size_bytes": checkpoint.size_bytes,
         "public": False,
         "expires_at": None if checkpoint.expires is None else _time(checkpoint.expires),
-        "user_metadata": notes(checkpoint.metadata),
+        "user_metadata": checkpoint.metadata or None,
     }
-
-
-def notes(metadata: Any) -> dict[str, str] | None:
-    """The sender's notes as clients read them; an old journal may have notes of other types."""
-    if not isinstance(metadata, dict):
-        return None
-    return {str(name): str(value) for name, value in metadata.items()} or None
 
 
 def _time(seconds: float) -> str:

@@ -31,8 +31,6 @@ from lockstep.errors import DataError
 from lockstep.system import bounded_memory
 
 _ZIP = b"PK\x03\x04"
-_OLD_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""First bytes of torch.save before it wrote zip archives (torch 1.6)."""
 
 
 class Record:
@@ -57,8 +55,8 @@ MAX_RANGE = 1 << 20
 
 
 def is_torch_file(path: Path) -> bool:
-    """Says if the file begins as a zip archive, or as torch's older format."""
-    return head_of(path).startswith((_ZIP, _OLD_TORCH))
+    """Says if the file begins as a zip archive."""
+    return head_of(path).startswith(_ZIP)
 
 
 def is_pickle(path: Path) -> bool:
@@ -96,11 +94,6 @@ def read_torch(source: Path | bytes, where: str = "") -> Any:
     where = where or str(source)
     file = io.BytesIO(source) if isinstance(source, bytes) else source
     head = source[:16] if isinstance(source, bytes) else head_of(source)
-    if head.startswith(_OLD_TORCH):
-        raise DataError(
-            f"{where} is in the format that torch.save wrote before version 1.6. Load it where it "
-            "was made, and save it again."
-        )
     if not head.startswith(_ZIP):
         raise DataError(
             f"{where} is no file that torch.save wrote, or is empty or cut off. If it was being "
