@@ -530,10 +530,7 @@ async def _open_outside(
             )
         if numerics.is_kept:
             numerics = with_engine(config.contract, engine, numerics, decoder)
-        left_out = model_files.renderer.tokenizer.control_ids
-        outside = OutsideEngine(
-            engine, decoder, model_files.directory, left_out=left_out, max_tokens=max_tokens
-        )
+        outside = OutsideEngine(engine, decoder, model_files, max_tokens=max_tokens)
         how = await outside.qualify(place / "sent")
     except BaseException:
         await engine.close()

@@ -79,21 +79,16 @@ class OutsideEngine:
     """An engine of one base model, whose weights are pushed and verified."""
 
     def __init__(
-        self,
-        engine: Engine,
-        decoder: Decoder,
-        directory: Path,
-        *,
-        left_out: frozenset[int],
-        max_tokens: int,
+        self, engine: Engine, decoder: Decoder, model_files: ModelFiles, *, max_tokens: int
     ) -> None:
-        """decoder, directory: the base model. left_out, max_tokens: of a probe, see `Publisher`."""
-        self._engine = engine
+        """decoder, model_files: the base model. max_tokens: of a probe, see `Publisher`."""
+        self._engine, directory = engine, model_files.directory
         model = decoder_over(decoder)
         add_adapter(model, lora_shape(QUALIFICATION, model.config), seed=0)
         budget = max(max_tokens, TrainerConfig().max_tokens_per_microbatch)
         config = TrainerConfig(max_tokens_per_microbatch=budget)
         self._trainer = Trainer(model, config, like=directory)
+        left_out = model_files.renderer.tokenizer.control_ids
         self._of_probe: Mapping[str, Any] = {"left_out": left_out, "max_tokens": max_tokens}
         self._limit = LEAST_GAP
         """Nats between engine and decoder on the probe, above which other weights are at work."""

@@ -222,7 +222,7 @@ def _datum(found: Any, where: str, base: BaseModel, *, is_custom: bool) -> Datum
         raise invalid(f"{where}.loss_fn_inputs has no 'target_tokens': the ids to be predicted.")
     for name in sorted(inputs, key=lambda name: (name != "target_tokens", name)):
         place = f"{where}.loss_fn_inputs[{name!r}]"
-        _check_input(name, inputs[name], inputs["target_tokens"], num, place, is_custom)
+        _check_input(name, inputs, num, place, is_custom)
     _check_ids(inputs["target_tokens"], f"{where}.loss_fn_inputs['target_tokens']", base)
     return Datum(
         token_ids=token_ids,
@@ -233,15 +233,11 @@ def _datum(found: Any, where: str, base: BaseModel, *, is_custom: bool) -> Datum
 
 
 def _check_input(
-    name: str,
-    values: Array,
-    targets: Array,
-    num: int,
-    where: str,
-    is_custom: bool,
+    name: str, inputs: Mapping[str, Array], num: int, where: str, is_custom: bool
 ) -> None:
     """num: tokens of the model's input. A custom loss may have inputs of other shapes than the
     targets."""
+    values, targets = inputs[name], inputs["target_tokens"]
     is_target = name == "target_tokens"
     expected = "i" if is_target else "f" if name in FLOAT_INPUTS else values.dtype.kind
     if values.dtype.kind != expected:

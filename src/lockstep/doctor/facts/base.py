@@ -65,10 +65,7 @@ class Contradiction:
         if self.reaches_on:
             row = rows.row_of[np.minimum(begin, rows.num_tokens - 1)]
             end = rows.offsets[row + 1]
-        hit = np.zeros(rows.num_tokens + 1, np.int64)
-        np.add.at(hit, begin, 1)
-        np.add.at(hit, np.maximum(end, begin), -1)
-        where = np.cumsum(hit[:-1]) > 0
+        where = rows.within(begin, np.maximum(end, begin))
         values = np.where(where, np.float32(np.nan), rows.rollout_logprobs)
         return rows.with_(rollout_logprobs=values)
 

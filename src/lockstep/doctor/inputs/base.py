@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from lockstep.doctor.findings import RunFacts
 from lockstep.doctor.rows import Rows
-from lockstep.doctor.run_facts import RunFacts
 from lockstep.tables import tables_beside
 
 CHUNK_TOKENS = 1 << 18
