@@ -21,11 +21,11 @@ from lockstep.errors import ConfigError
 from lockstep.launch.config import ParallelConfig
 from lockstep.models.locate import HUB_FILES
 from lockstep.report.document import write_report as write_report_of
-from lockstep.run.build import export_checkpoint, exported, name_of, recipe_of, tokenizer_of
+from lockstep.run.build import export_checkpoint, exported, recipe_of, tokenizer_of
 from lockstep.run.model_card import check_hub_name, push, write_card
 from lockstep.run.train import check_run
 from lockstep.run_config import Config
-from lockstep.store.checkpoints import split_address
+from lockstep.store.checkpoints import POLICY, split_address
 from lockstep.store.run import load_run
 
 RunPath = str | os.PathLike[str]
@@ -113,16 +113,14 @@ def export(
         check_hub_name(hub)
     elif directory is None:
         raise ConfigError("where to? Give --hf DIR, or --hub NAME to upload.")
-    if directory is None:
-        checkpoint = name_of(exported(path, step)[1])
-        place = path / "hub" / (checkpoint + ("-merged" if merged else ""))
-    else:
-        checkpoint, place = "", Path(directory)
+    found, weights = exported(path, step)
+    checkpoint = (weights.parent if weights.name == POLICY else weights).name
+    place = Path(directory or path / "hub" / (checkpoint + ("-merged" if merged else "")))
     if directory is not None or not (place / "README.md").is_file():
         if directory is None and place.exists():
             shutil.rmtree(place)  # half of one, left by a kill: the card comes last
-        checkpoint = export_checkpoint(path, place, step=step, is_merged=merged)
-        write_card(place, exported(path, step)[0], checkpoint=checkpoint, hub=hub)
+        export_checkpoint(found, weights, place, is_merged=merged)
+        write_card(place, found, checkpoint=checkpoint, hub=hub)
     return Export(checkpoint, place, push(place, hub, is_private=private) if hub else "")
 
 

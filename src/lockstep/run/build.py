@@ -33,7 +33,7 @@ from lockstep.run.preflight import (
     write_renderer,
 )
 from lockstep.run_config import Config, ModelChoice
-from lockstep.store.checkpoints import POLICY, trained_by
+from lockstep.store.checkpoints import trained_by
 from lockstep.store.run import Run, load_run
 from lockstep.training.distill_config import DistillConfig
 
@@ -500,24 +500,17 @@ def resolve_device(config: ModelChoice) -> Device:
 # -- checkpoints and texts of a run ---------------------------------------------------------------
 
 
-def export_checkpoint(
-    path: Path, directory: Path, *, step: int | None, is_merged: bool = False
-) -> str:
-    """Copies a checkpoint out as a Hugging Face directory; an adapter in PEFT's form, or merged
-    into its model. Returns the checkpoint's name.
-
-    path: as for `trained_by`; or a checkpoint in a server of Tinker's API:
-    OUT/checkpoints/MODEL/weights/NAME.
-    """
+def export_checkpoint(run: Run, source: Path, directory: Path, *, is_merged: bool) -> None:
+    """Copies weights of a run out as a Hugging Face directory; an adapter in PEFT's form, or merged
+    into its model."""
     from lockstep.models.peft_io import merge_adapter
 
-    run, source = exported(path, step)
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"{directory} exists and is not empty; --hf names a new directory.")
     is_adapter = (source / peft_format.CONFIG).is_file()
     if is_merged and not is_adapter:
         raise ConfigError(
-            f"{path} trained the whole model: there is no adapter to merge. Leave --merged out."
+            f"{run.path} trained the whole model: there is no adapter to merge. Leave --merged out."
         )
     if is_merged:
         merge_adapter(source, locate_model(run.config["model"]), directory)
@@ -532,20 +525,14 @@ def export_checkpoint(
         write_renderer(directory, reader if is_model else used)
         if line:
             warn(line)
-    return name_of(source)
 
 
 def exported(path: Path, step: int | None) -> tuple[Run, Path]:
-    """(run, directory of the weights) that `path` names: as `trained_by`, or a checkpoint of
-    Tinker's API."""
+    """(run, directory of the weights) that `path` names: as `trained_by`, or a checkpoint in a
+    server of Tinker's API: OUT/checkpoints/MODEL/weights/NAME."""
     if path.parent.name in SAVED_BY_CLIENTS and path.is_dir():
         return load_run(path.parents[3] / "runs" / path.parents[1].name), path
     return trained_by(path, step)
-
-
-def name_of(weights: Path) -> str:
-    """Name of the checkpoint that holds them."""
-    return (weights.parent if weights.name == POLICY else weights).name
 
 
 def recipe_of(run: Run) -> dict[str, Any] | None:
