@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.agent.references import check_not_importing
-from lockstep.doctor.inputs.base import Facts
+from lockstep.config import to_dict
 from lockstep.doctor.inputs.native import write_rows
 from lockstep.doctor.inputs.run_dump import (
     MONITOR,
     TRAINED,
+    facts_of,
     prompt_length,
     prompts,
     replies,
@@ -43,21 +45,11 @@ if TYPE_CHECKING:
 def open_monitor(run: TrainingRun) -> Monitor | None:
     """Makes what looks at each step of a run after its update; None if `doctor.rows` is 0. Rows
     that show a cause are written below the run's directory."""
-    config, renderer, model = run.config, run.parts.renderer, run.model_files.model
+    config, renderer = run.config, run.parts.renderer
     if not config.doctor.rows:
         return None
-    facts = Facts(
-        trainer="lockstep",
-        model=config.model,
-        vocab_size=model.vocab_size,
-        stop_ids=frozenset(renderer.stop_ids),
-        temperature=config.agent.temperature,
-        top_p=config.agent.top_p,
-        top_k=config.agent.top_k,
-        is_moe=model.is_moe,
-        max_staleness=config.max_staleness * config.trainer.updates_per_batch,
-        is_one_process=run.is_one_process,
-    )
+    known = run.model_files.facts() | {"is_one_process": run.is_one_process}
+    facts = replace(facts_of(to_dict(config), known), stop_ids=frozenset(renderer.stop_ids))
     # Without the renderer: rendering again costs more than all other checks together. A step is
     # looked at whatever time it takes: two runs of one seed report the same.
     watching = Watch(

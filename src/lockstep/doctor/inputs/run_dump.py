@@ -50,7 +50,11 @@ class RunDump(RowDump):
         super().__init__(path)
         found = {name: len(self._run.values(f"doctor/{name}")) for name in CAUSES}
         self.found_before = {name: steps for name, steps in found.items() if steps}
-        self.facts = self._facts()
+        # The tokenizer beside the last checkpoint exists when the first model is gone.
+        policies = [path / "policy" for path in self._run.checkpoints().values()]
+        kept = [str(p) for p in policies if (p / "tokenizer.json").is_file()]
+        facts = facts_of(self._run.config, self._run.environment)
+        self.facts = replace(facts, tokenizer=kept[-1] if kept else "")
         self.notes = [*self._notes(), *torn, *torn_metrics]
 
     @classmethod
@@ -108,30 +112,6 @@ class RunDump(RowDump):
             engine_prompt_ids=tuple(islice(prompts(trajectory, leaf), 1)),
         )
 
-    def _facts(self) -> Facts:
-        config, environment = self._run.config, self._run.environment
-        agent: Mapping[str, Any] = config.get("agent") or {}
-        family, renderer = environment.get("family"), config.get("renderer")
-        name = str(config.get("model", ""))
-        began_in = Path(str(environment.get("working_directory", "")))
-        # The tokenizer beside the last checkpoint exists when the first model is gone.
-        policies = [path / "policy" for path in self._run.checkpoints().values()]
-        kept = [p for p in policies if (p / "tokenizer.json").is_file()]
-        return Facts(
-            trainer="lockstep",
-            model=str(began_in / name) if name and (began_in / name).is_dir() else name,
-            tokenizer=str(kept[-1]) if kept else "",
-            renderer=json.dumps(renderer) if renderer else "",
-            vocab_size=environment.get("vocab_size"),
-            temperature=agent.get("temperature"),
-            top_p=agent.get("top_p"),
-            top_k=agent.get("top_k"),
-            is_one_process=environment.get("is_one_process"),
-            max_staleness=int(config.get("max_staleness") or 0)
-            * int((config.get("trainer") or {}).get("updates_per_batch") or 1),
-            is_moe=None if family is None else family == "moe",
-        )
-
     def _notes(self) -> list[str]:
         out: list[str] = []
         steps = f"the rows are of steps {self._steps[0]} to {self._steps[-1]}"
@@ -150,6 +130,27 @@ class RunDump(RowDump):
                 f"trained: lockstep doctor {self.path / MONITOR}"
             )
         return out
+
+
+def facts_of(config: Mapping[str, Any], environment: Mapping[str, Any]) -> Facts:
+    """The facts of a run, by its config.json and environment.json."""
+    agent: Mapping[str, Any] = config.get("agent") or {}
+    family, renderer = environment.get("family"), config.get("renderer")
+    name = str(config.get("model", ""))
+    began_in = Path(str(environment.get("working_directory", "")))
+    return Facts(
+        trainer="lockstep",
+        model=str(began_in / name) if name and (began_in / name).is_dir() else name,
+        renderer=json.dumps(renderer) if renderer else "",
+        vocab_size=environment.get("vocab_size"),
+        temperature=agent.get("temperature"),
+        top_p=agent.get("top_p"),
+        top_k=agent.get("top_k"),
+        is_one_process=environment.get("is_one_process"),
+        max_staleness=int(config.get("max_staleness") or 0)
+        * int((config.get("trainer") or {}).get("updates_per_batch") or 1),
+        is_moe=None if family is None else family == "moe",
+    )
 
 
 def _as_trained(row: Row, trained: Row, sent: tuple[Int32Array, ...]) -> Row:
