@@ -22,14 +22,14 @@ PACKAGE = ROOT / "src" / "lockstep"
 
 CEILINGS = {
     "nouns: types, errors, config": 1_916,
-    "tinker": 3_865,
-    "run": 5_072,
+    "tinker": 3_808,
+    "run": 4_935,
     "renderers": 3_303,
     "models and ops": 8_691,
     "engines, sync, launch": 8_927,
     "agent": 6_828,
     "learn: training, correction, objectives": 5_059,
-    "doctor": 7_709,
+    "doctor": 7_657,
     "integrations": 1_241,
     "store, observe, report": 2_788,
     "environments and recipes": 3_706,
