@@ -2,12 +2,11 @@
 
     python docs/proof/doctor_wild.py --half dev                singles, pairs and healthy dumps
     python docs/proof/doctor_wild.py singles --half dev --players glm4 --causes shifted reencoded
-    python docs/proof/doctor_wild.py singles healthy --players glm4 --sampler vllm
     python docs/proof/doctor_wild.py pairs --half held --seeds 2 --sample 30 --levels c
 
-The players of wild_players.py sample dialogues with transformers, or with vLLM; their programs then
-make one mistake of known cause, or two, or none, and write a dump. The doctor is asked about that
-file by `lockstep.diagnose`, at four levels of data (LEVELS).
+The players of wild_players.py sample dialogues with transformers; their programs then make one
+mistake of known cause, or two, or none, and write a dump. The doctor is asked about that file by
+`lockstep.diagnose`, at four levels of data (LEVELS).
 
 A verdict is *right* if the first cause that is named is the injected one, by the classes of
 causes.py; *wrong* if it is another; *undecided* if the doctor says that the sides differ, or that
@@ -18,7 +17,7 @@ Dumps whose gap is less than three times that of the noise alone are counted apa
 moves little.
 A cause that nobody injected and that is called "proved" is counted as such. doctor_split.json says
 which players are held: their verdicts are for judging alone. What came out is in
-doctor-wild-HALF.json, or doctor-wild-HALF-SAMPLER.json; a command adds its parts and players to it.
+doctor-wild-HALF.json; a command adds its parts and players to it.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ import numpy as np
 import torch
 import wild_players as wild
 from wild_players import Episode, Ids, Line, Message, Program, Sampling
-from wild_vllm import why_missing
 
 from lockstep import diagnose
 from lockstep.doctor.causes import CAUSES, is_same_class
@@ -142,7 +140,7 @@ class Work:
 
     def prompt_logprobs(self, ids: Ids) -> list[float]:
         """What an engine would say of given ids."""
-        return wild.sampler_of(self.program, Sampling(seed=self.seed)).score(ids)
+        return wild.Sampler(self.program, Sampling(seed=self.seed)).score(ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,7 +316,7 @@ def after_stop(count: int, share: float) -> Any:
         program = work.program
         ended = [r for r in rows if r.replies[-1].ids[-1] in program.end_ids]
         chosen = work.pick(share, ended)
-        sampler = wild.sampler_of(program, Sampling(seed=work.seed + 77, max_tokens=count))
+        sampler = wild.Sampler(program, Sampling(seed=work.seed + 77, max_tokens=count))
         drawn = sampler.draw([row.ids for row in chosen], frozenset())
         for row, (ids, logprobs) in zip(chosen, drawn, strict=True):
             last = row.parts[-1]
@@ -500,9 +498,9 @@ _RULES = """
 @cache
 def _tokenizer_with(player: str, name: str) -> Any:
     tokenizer = type(wild.program_of(player).tokenizer).from_pretrained(
-        wild.parts_of(player).directory
+        wild.PLAYERS[player].directory
     )
-    own = wild.TEMPLATES[wild.parts_of(player).template]
+    own = wild.TEMPLATES[wild.PLAYERS[player].template]
     changed = _RULES + own.jinja if name == CUSTOM else wild.TEMPLATES[name].jinja
     tokenizer.chat_template = changed.strip()
     return tokenizer
@@ -697,11 +695,6 @@ def _has_window(program: Program) -> bool:
     return bool(getattr(program.model.config, "sliding_window", None))
 
 
-def _takes_noise(program: Program) -> bool:
-    """Whether noise can be put on what the sampler computes: vLLM has noise of its own alone."""
-    return program.parts.sampler == "transformers"
-
-
 def _has_versions(program: Program) -> bool:
     return program.parts.format in ("parquet", "verl", "slime")
 
@@ -770,7 +763,7 @@ def _faults() -> list[Fault]:
         values("positive", "probabilities", on_sampler(lambda x, _: np.exp(x))),
         values("positive", "negated, share 0.3", on_sampler(lambda x, _: -x, 0.3)),
         values("positive", "log2", on_sampler(lambda x, _: x / np.log(2))),
-        *(numerics("kernel_noise", f"std {s:g}", sampling={"noise_std": s}, needs=_takes_noise)
+        *(numerics("kernel_noise", f"std {s:g}", sampling={"noise_std": s})
           for s in (0.05, 0.15, 0.4)),
         numerics("dropout", "attention 0.1",
                  trainer=lambda w, _: wild.dropping(w.program.model, attention=0.1)),
@@ -792,7 +785,7 @@ def _faults() -> list[Fault]:
         numerics("ignored_window", "all layers", **windowed,
                  trainer=lambda w, _: wild.without_window(w.program.model)),
         *(numerics("routing_flips", f"std {s:g}", options={"router_std": s},
-                   needs=lambda p: _has_routers(p) and _takes_noise(p))
+                   **routed)
           for s in (0.05, 0.2)),
         numerics("routing_flips", "trainer, std 0.1", **routed,
                  trainer=lambda w, _: wild.noisy_routers(w.program.model, 0.1, w.seed)),
@@ -1121,8 +1114,6 @@ def healthy(player: str, what: Asked) -> list[dict[str, Any]]:
     program = wild.program_of(player)
     out: list[dict[str, Any]] = []
     for kind, settings in what.drawn(HEALTHY.items()):
-        if "noise_std" in settings.get("sampling", {}) and not _takes_noise(program):
-            continue
         for seed in what.seeds:
             work, lines = dump_lines(program, seed, [], settings)
             work.program = program  # its directory has the template of its own
@@ -1199,9 +1190,8 @@ def summary(part: str, cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 # -- running ---------------------------------------------------------------------------------------
 
 
-def results(kind: str) -> Path:
-    """kind: the half, and the sampler where that is not transformers."""
-    return HERE / f"doctor-wild-{kind}.json"
+def results(half: str) -> Path:
+    return HERE / f"doctor-wild-{half}.json"
 
 
 def _of_player(player: str, parts: Sequence[str], what: Asked) -> dict[str, list[dict[str, Any]]]:
@@ -1210,20 +1200,20 @@ def _of_player(player: str, parts: Sequence[str], what: Asked) -> dict[str, list
     return {part: PARTS[part](player, what) for part in parts}
 
 
-def write(kind: str, found: Mapping[str, Mapping[str, Any]], words: str) -> None:
+def write(half: str, found: Mapping[str, Mapping[str, Any]], words: str) -> None:
     """found: part -> player -> cases. One line for each case."""
     from run import host
 
     commands = [f"python docs/proof/doctor_wild.py {words}"]
-    if results(kind).is_file():
-        earlier = json.loads(results(kind).read_text())["commands"]
+    if results(half).is_file():
+        earlier = json.loads(results(half).read_text())["commands"]
         commands = [*(c for c in earlier if c not in commands), *commands]
     figures = {
         part: summary(part, [c for cases in of.values() for c in cases])
         for part, of in found.items()
     }
     head = {
-        "part": f"doctor_wild {kind}", "date": datetime.now(UTC).date().isoformat(),
+        "part": f"doctor_wild {half}", "date": datetime.now(UTC).date().isoformat(),
         "commands": commands, "host": host(),
         "figures": figures,
     }  # fmt: skip
@@ -1237,18 +1227,18 @@ def write(kind: str, found: Mapping[str, Mapping[str, Any]], words: str) -> None
             lines.append("   ]" + "," * (player != list(of)[-1]))
         lines.append("  }" + "," * (part != list(found)[-1]))
     lines.append(" }\n}")
-    results(kind).write_text("\n".join(lines) + "\n")
+    results(half).write_text("\n".join(lines) + "\n")
 
 
 def _short(case: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in case.items() if k != "player" and v not in ([], {})}
 
 
-def before(kind: str) -> dict[str, dict[str, list[dict[str, Any]]]]:
+def before(half: str) -> dict[str, dict[str, list[dict[str, Any]]]]:
     """The cases of an earlier run."""
-    if not results(kind).is_file():
+    if not results(half).is_file():
         return {}
-    read = json.loads(results(kind).read_text())["cases"]
+    read = json.loads(results(half).read_text())["cases"]
     empty = {"named": {}, "false_proved": [], "causes": []}
     return {
         part: {p: [{**empty, "player": p, **c} for c in cases] for p, cases in of.items()}
@@ -1261,54 +1251,32 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=list(PARTS), help=f"of {', '.join(PARTS)}")
     parser.add_argument("--half", choices=("dev", "held"), default="dev")
     parser.add_argument("--players", nargs="+", default=[], choices=list(wild.PLAYERS))
-    parser.add_argument("--sampler", choices=list(wild.SAMPLERS), default="transformers")
     parser.add_argument("--causes", nargs="+", default=[])
     parser.add_argument("--levels", nargs="+", default=[])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--sample", type=int, help="cases of each part and player")
     parser.add_argument("--jobs", type=int, default=1, help="players at a time")
-    parser.add_argument("--resume", action="store_true", help="leave out players that are done")
-    parser.add_argument("--summary", action="store_true", help="print the figures of what is there")
     words = parser.parse_args()
-    kind, told = words.half, f"--half {words.half} --seeds {' '.join(map(str, words.seeds))}"
+    half, told = words.half, f"--half {words.half} --seeds {' '.join(map(str, words.seeds))}"
     if words.sample is not None:
         told += f" --sample {words.sample}"
     if words.levels:
         told += f" --levels {' '.join(words.levels)}"
-    if words.sampler != "transformers":
-        kind, told = f"{kind}-{words.sampler}", f"{told} --sampler {words.sampler}"
     if words.players:
         told += f" --players {' '.join(words.players)}"
     if words.parts != list(PARTS):
         told = f"{' '.join(words.parts)} {told}"
-    found = before(kind)
-    if words.summary:
-        for part, of in found.items():
-            cases = [c for cases in of.values() for c in cases]
-            print(part, json.dumps(summary(part, cases), indent=1))
-        return
-    chosen = [n for n, p in wild.PLAYERS.items() if p.is_held == (words.half == "held")]
+    found = before(half)
+    chosen = [n for n, p in wild.PLAYERS.items() if p.is_held == (half == "held")]
     chosen = [n for n in words.players or chosen if n in chosen]
-    if words.sampler != "transformers":
-        if why := why_missing():
-            parser.error(f"--sampler {words.sampler}: {why}")
-        chosen = [f"{name}@{words.sampler}" for name in chosen]
     what = Asked(
         seeds=words.seeds, causes=tuple(words.causes), levels=tuple(words.levels),
         sample=words.sample,
     )  # fmt: skip
     is_whole = not words.causes
-    todo = {
-        player: [p for p in words.parts if not (words.resume and player in found.get(p, {}))]
-        for player in chosen
-    }
     fresh: dict[str, dict[str, Any]] = {}
     with ProcessPoolExecutor(words.jobs, mp_context=get_context("spawn")) as pool:
-        running = {
-            pool.submit(_of_player, player, parts, what): player
-            for player, parts in todo.items()
-            if parts
-        }
+        running = {pool.submit(_of_player, name, words.parts, what): name for name in chosen}
         for done in as_completed(running):
             if error := done.exception():  # of a program, not of the doctor
                 print(f"{running[done]} failed: {error!r}", flush=True)
@@ -1317,7 +1285,7 @@ def main() -> None:
                 fresh.setdefault(part, {})[running[done]] = cases
                 found.setdefault(part, {})[running[done]] = cases
             if is_whole:
-                write(kind, found, told)
+                write(half, found, told)
     for part, of in (found if is_whole else fresh).items():
         cases = [c for cases in of.values() for c in cases]
         print(part, json.dumps(summary(part, cases), indent=1), flush=True)

@@ -6,10 +6,8 @@
 A *player* is a model architecture of transformers, a tokenizer, a chat template and a trainer's
 format. Dumps have the doctor's own columns; of a format, only whether it logs versions counts.
 It samples, templates and scores with transformers, tokenizers, numpy and torch alone: nothing of
-Lockstep is imported here. `NAME@vllm` is the same player sampled by vLLM in float32, and
-`NAME@vllm-bfloat16` in bfloat16 (wild_vllm.py); transformers scores what they say. Which parts no
-limit of the doctor may be set on is in doctor_split.json. `docs/proof/doctor_wild.py` breaks what
-players do, and asks the doctor.
+Lockstep is imported here. Which parts no limit of the doctor may be set on is in doctor_split.json.
+`docs/proof/doctor_wild.py` breaks what players do, and asks the doctor.
 
 Players are kept in .cache/wild/NAME as transformers saves them.
 """
@@ -28,10 +26,10 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +44,6 @@ from tokenizers import (
 )
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from wild_templates import TEMPLATES, TEXT_CALL, Template
-from wild_vllm import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache" / "wild"
@@ -62,7 +59,7 @@ MAX_REPLIES = 4
 NUM_TASKS, GROUP_SIZE = 8, 8
 """64 rows in a dump."""
 NOISE_STD = 0.008
-"""Noise on the logits of transformers in every dump that it samples, as between two engines."""
+"""Noise on the sampler's logits in every dump, as between two engines."""
 SPLIT_WORDS = 0.03
 """Share of the sampled tokens that training spells in two: sampled ids are then not always those
 that encoding gives, as in real runs."""
@@ -309,8 +306,6 @@ class Parts:
     template: str
     format: str
     steps: int = 180
-    sampler: str = "transformers"
-    """Of SAMPLERS."""
 
     @property
     def is_held(self) -> bool:
@@ -320,7 +315,7 @@ class Parts:
 
     @property
     def directory(self) -> Path:
-        return CACHE / self.name.partition("@")[0]
+        return CACHE / self.name
 
 
 def _parts(name: str, words: str) -> Parts:
@@ -329,12 +324,6 @@ def _parts(name: str, words: str) -> Parts:
 
 
 PLAYERS = {name: _parts(name, words) for name, words in PLAN["players"].items()}
-
-
-def parts_of(name: str) -> Parts:
-    """A player's parts, and its sampler where that is not transformers: `NAME@SAMPLER`."""
-    own, _, sampler = name.partition("@")
-    return replace(PLAYERS[own], name=name, sampler=sampler) if sampler else PLAYERS[own]
 
 
 @dataclass
@@ -573,7 +562,7 @@ def train(program: Program, *, steps: int, batch: int = 16, lr: float = 4e-3) ->
 
 def ensure(name: str) -> Path:
     """The directory of a player's model, which is made where it is not there."""
-    parts = parts_of(name)
+    parts = PLAYERS[name]
     if (parts.directory / "made.json").is_file():
         return parts.directory
     began, cpu = time.perf_counter(), time.process_time()
@@ -603,7 +592,7 @@ def new_program(parts: Parts, *, seed: int = 0) -> Program:
 def program_of(name: str) -> Program:
     """A player that speaks, from its directory."""
     directory = ensure(name)
-    parts = parts_of(name)
+    parts = PLAYERS[name]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(
         directory, attn_implementation="eager", dtype=torch.float32
@@ -626,28 +615,13 @@ class Sampling:
     is_raw: bool = False
     """Whether it records log-probs before temperature and top-p."""
     noise_std: float = NOISE_STD
-    """Of transformers alone: vLLM has noise of its own."""
     max_tokens: int = MAX_REPLY_TOKENS
     is_bfloat16: bool = False
 
 
-class Sampler(Protocol):
+class Sampler:
     """An engine that has loaded a program's model."""
 
-    def __init__(self, program: Program, sampling: Sampling) -> None: ...
-
-    def draw(
-        self, prompts: Sequence[Ids], end_ids: frozenset[int]
-    ) -> list[tuple[Ids, list[float]]]:
-        """A reply to each prompt: (ids with the end, natural log-prob of each)."""
-        ...
-
-    def score(self, ids: Ids) -> list[float]:
-        """Natural log-prob of each given id, NaN at the first, with the noise of this engine."""
-        ...
-
-
-class TransformersSampler:
     def __init__(self, program: Program, sampling: Sampling) -> None:
         model = program.model
         self._model = copy.deepcopy(model).bfloat16() if sampling.is_bfloat16 else model
@@ -658,59 +632,15 @@ class TransformersSampler:
     def draw(
         self, prompts: Sequence[Ids], end_ids: frozenset[int]
     ) -> list[tuple[Ids, list[float]]]:
+        """A reply to each prompt: (ids with the end, natural log-prob of each)."""
         return draw(self._model, prompts, end_ids, self._sampling, pad=self._pad,
                     generator=self._generator)  # fmt: skip
 
     def score(self, ids: Ids) -> list[float]:
+        """Natural log-prob of each given id, NaN at the first, with the noise of this engine."""
         [values] = score(self._model, [ids], pad=self._pad)
         generator = np.random.default_rng(self._sampling.seed)
         return (values + generator.normal(0, self._sampling.noise_std, len(values))).tolist()
-
-
-class VllmSampler:
-    def __init__(self, program: Program, sampling: Sampling) -> None:
-        if sampling.noise_std != NOISE_STD:
-            raise ValueError(f"{program.parts.name}: no noise is put on vLLM's logits")
-        is_bfloat16 = sampling.is_bfloat16 or program.parts.sampler == "vllm-bfloat16"
-        self._engine = _engine(
-            program.parts.name, program.model, "bfloat16" if is_bfloat16 else "float32",
-            sampling.is_raw,
-        )  # fmt: skip
-        self._sampling = sampling
-        self._seeds = random.Random(sampling.seed)
-
-    def draw(
-        self, prompts: Sequence[Ids], end_ids: frozenset[int]
-    ) -> list[tuple[Ids, list[float]]]:
-        return self._engine.draw(
-            prompts, stop_ids=sorted(end_ids), seeds=[self._seeds.getrandbits(31) for _ in prompts],
-            temperature=self._sampling.temperature, top_p=self._sampling.top_p,
-            max_tokens=self._sampling.max_tokens,
-        )  # fmt: skip
-
-    def score(self, ids: Ids) -> list[float]:
-        return self._engine.score(ids)
-
-
-@lru_cache(maxsize=2)
-def _engine(player: str, model: Any, dtype: str, is_raw: bool) -> Engine:
-    """A vLLM with these weights. The two that were asked for last stay alive: each is a process."""
-    own = program_of(player)
-    if model is own.model:
-        return Engine(own.parts.directory, dtype=dtype, is_raw=is_raw)
-    with tempfile.TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        return Engine(Path(folder), dtype=dtype, is_raw=is_raw)
-
-
-SAMPLERS: Mapping[str, type[Sampler]] = {
-    "transformers": TransformersSampler, "vllm": VllmSampler, "vllm-bfloat16": VllmSampler,
-}  # fmt: skip
-
-
-def sampler_of(program: Program, sampling: Sampling) -> Sampler:
-    """What samples for a program. Raises FileNotFoundError where that is vLLM and there is none."""
-    return SAMPLERS[program.parts.sampler](program, sampling)
 
 
 @torch.inference_mode()
@@ -807,7 +737,7 @@ def play(
     spelled = [rng.random() < injected for _ in tasks]
     if injected and not any(spelled):
         spelled[0] = True
-    sampler = sampler_of(program, sampling)
+    sampler = Sampler(program, sampling)
     episodes = [
         Episode(task=task.number, messages=program.first_messages(task))
         for task in tasks
