@@ -41,12 +41,10 @@ class ScorerConfig(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class ExactScorer(ScorerConfig):
-    """1 if the answer is the task's `answer`, or one of its `answers`; else 0."""
+    """1 if the answer is the task's `answer`, or one of its `answers`; else 0. White space and case
+    do not matter."""
 
     TAG: ClassVar[str] = "exact"
-
-    ignore_case: bool = True
-    """Count "Paris" and "paris" as the same. White space never matters."""
 
     def check_task(self, task: Task) -> None:
         if not accepted_answers(task):
@@ -56,14 +54,14 @@ class ExactScorer(ScorerConfig):
             )
 
     async def score(self, task: Task, answer: str | None, dialogue: Sequence[Message]) -> Scored:
-        accepted = {self._normal(each) for each in accepted_answers(task)}
-        is_correct = float(answer is not None and self._normal(answer) in accepted)
+        accepted = set(map(_normal, accepted_answers(task)))
+        is_correct = float(answer is not None and _normal(answer) in accepted)
         parts = {"correctness": is_correct, "answered": float(answer is not None)}
         return Score(reward=is_correct, parts=parts), {}
 
-    def _normal(self, text: str) -> str:
-        text = " ".join(text.split())
-        return text.casefold() if self.ignore_case else text
+
+def _normal(text: str) -> str:
+    return " ".join(text.split()).casefold()
 
 
 def accepted_answers(task: Task) -> list[str]:

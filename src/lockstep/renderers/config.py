@@ -75,8 +75,6 @@ class Llama3Config(RendererConfig):
     has_dates: bool = True
     """Open with a system message that gives two dates, as the template always does. Off: there is a
     system message only if the dialogue has one, as in Llama 3.0."""
-    knowledge_date: str = "December 2023"
-    """The system message's "Cutting Knowledge Date"."""
     current_date: str = "26 Jul 2024"
     """The system message's "Today Date". The template writes the current day; this default is its
     fallback where the day is unknown, so that prompts repeat."""
@@ -89,12 +87,11 @@ class Llama3Config(RendererConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("knowledge_date", "current_date"):
-            if self.has_dates and not getattr(self, key):
-                raise ConfigError(
-                    f"renderer.{key} is empty: the template has no form without it. Give a date, "
-                    "or set renderer.has_dates=false to leave out both."
-                )
+        if self.has_dates and not self.current_date:
+            raise ConfigError(
+                "renderer.current_date is empty: the template has no form without it. Give a date, "
+                "or set renderer.has_dates=false to leave out both."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,7 +115,7 @@ class Llama3Renderer(TurnRenderer):
             return ""
         environment = "Environment: ipython\n" if has_tools else ""
         return (
-            f"{environment}Cutting Knowledge Date: {self.config.knowledge_date}\n"
+            f"{environment}Cutting Knowledge Date: December 2023\n"
             f"Today Date: {self.config.current_date}\n\n"
         )
 

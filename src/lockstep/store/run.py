@@ -382,12 +382,6 @@ class Run:
         return read_json(self.path / "environment.json", RunError)
 
     @property
-    def resumed_at(self) -> list[int]:
-        """First step of each resume, in order; resumes that do not name theirs are left out."""
-        found = [start.get("resumed_at") for start in self.environment.get("resumes", ())]
-        return [step for step in found if isinstance(step, int)]
-
-    @property
     def first_step(self) -> int:
         """0, or the step of the checkpoint that the run started from (from=RUN@STEP)."""
         origin = self.environment.get("from")

@@ -133,24 +133,21 @@ def test_search_finds_what_scanning_every_chunk_would():
 
 
 @pytest.mark.parametrize(
-    ("answer", "accepted", "contained", "expected"),
+    ("answer", "accepted", "expected"),
     [
-        ("The Anchor bakery.", "the anchor bakery", False, True),
-        ("anchor  BAKERY", "the Anchor bakery", False, True),
-        ("It is the Anchor bakery", "the Anchor bakery", False, False),
-        ("It is the Anchor bakery", "the Anchor bakery", True, True),
-        ("It is the Anchorage", "Anchor", True, False),
-        ("In 1,702!", "1702", True, True),
-        ("-5", "5", True, False),
-        ("3.5", "3", True, False),
-        ("(B)", "B", False, True),
-        ("the answer is A", "A", True, True),
-        ("A", "a", False, True),
-        ("", "x", True, False),
+        ("The Anchor bakery.", "the anchor bakery", True),
+        ("anchor  BAKERY", "the Anchor bakery", True),
+        ("It is the Anchor bakery", "the Anchor bakery", False),
+        ("1,702!", "1702", True),
+        ("-5", "5", False),
+        ("3.5", "3", False),
+        ("(B)", "B", True),
+        ("A", "a", True),
+        ("", "x", False),
     ],
 )
-def test_answers_are_compared_by_their_words(answer, accepted, contained, expected):
-    assert is_correct(answer, [accepted], accept_contained=contained) is expected
+def test_answers_are_compared_by_their_words(answer, accepted, expected):
+    assert is_correct(answer, [accepted]) is expected
 
 
 # -- questions --------------------------------------------------------------------------------

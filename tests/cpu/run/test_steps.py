@@ -105,7 +105,8 @@ def test_an_error_after_an_update_saves_it_first(whole, tmp_path):
     assert checkpoints_of(path) == [2]
     train(config(), out=path, resume=True, view="json")
     assert rows_of(path) == rows_of(whole)
-    assert load_run(path).resumed_at == [2] and load_run(whole).resumed_at == []
+    (resumed,) = load_run(path).environment["resumes"]
+    assert resumed["resumed_at"] == 2 and not load_run(whole).environment["resumes"]
 
 
 @dataclass(frozen=True, kw_only=True)

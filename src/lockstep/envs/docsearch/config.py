@@ -56,8 +56,6 @@ class DocSearchConfig(HeldOutTasks):
     chunk_chars: tuple[int, int] = (200, 600)
     """(smallest, largest) chunk of a document, in characters. Paragraphs are joined up to the
     largest; a heading starts a new chunk once the smallest is reached."""
-    accept_contained: bool = False
-    """Accept an answer that contains an accepted one as whole words."""
     retrieval_weight: Annotated[float, at_least(0)] = 0.3
     """Weight of the share of gold passages that calls returned."""
     correctness_weight: Annotated[float, at_least(0)] = 0.7
@@ -174,12 +172,11 @@ def world_problem(world: World, config: DocSearchConfig) -> SearchProblem:
 def library_problem(library: Library, question: Question, config: DocSearchConfig) -> SearchProblem:
     """A question about the user's documents."""
     find = partial(library.index.search, num_results=config.num_results)
-    is_right = partial(is_correct, accept_contained=config.accept_contained)
     return SearchProblem(
         question=question.question,
         search=lambda words: [(each.id, f"[{each.id}]\n{each.text}") for each in find(words)],
         gold=question.gold,
-        is_correct=lambda answer: is_right(answer, question.answers),
+        is_correct=lambda answer: is_correct(answer, question.answers),
         separator="\n\n",
         explains_errors=True,
     )

@@ -297,11 +297,6 @@ def normalise(answer: str) -> str:
     return " ".join(kept)
 
 
-def is_correct(answer: str, accepted: Sequence[str], *, accept_contained: bool) -> bool:
-    """True if the normalised `answer` equals an accepted one or, if `accept_contained`, contains it
-    as whole words."""
-    found = normalise(answer)
-    for expected in map(normalise, accepted):
-        if found == expected or (accept_contained and f" {expected} " in f" {found} "):
-            return True
-    return False
+def is_correct(answer: str, accepted: Sequence[str]) -> bool:
+    """True if the answer equals an accepted one, both normalised."""
+    return normalise(answer) in map(normalise, accepted)

@@ -28,8 +28,7 @@ from lockstep.types import Message, Task
 class InstructionsConfig(FileTasks):
     """Prompts with instructions that a program checks: the 25 kinds of IFEval.
 
-    reward = instruction_weight * share followed + prompt_weight * (1 if all are followed),
-    mean over the turns
+    reward = (share followed + (1 if all are followed)) / 2, mean over the turns
     """
 
     TAG: ClassVar[str] = "instructions"
@@ -49,10 +48,6 @@ class InstructionsConfig(FileTasks):
     mode: Literal["strict", "loose"] = "strict"
     """Verdicts that the reward counts. loose: ignoring asterisks and one extra line at the
     beginning and at the end. Both are reported."""
-    instruction_weight: float = 0.5
-    """Weight of the share of a turn's instructions that are followed."""
-    prompt_weight: float = 0.5
-    """Weight of following all of them (0 or 1)."""
     turn_rewards: bool = False
     """Give each turn its own reward, in addition to the episode's."""
     detector: Detector = "script"
@@ -66,13 +61,8 @@ class InstructionsConfig(FileTasks):
     def __post_init__(self) -> None:
         super().__post_init__()
         low, high = self.num_instructions
-        weights = (self.instruction_weight, self.prompt_weight)
         is_range = 1 <= low <= high <= 4
         require(self, num_instructions=(is_range, "(least, most), from 1 to 4"))
-        if not all(0 <= w <= 1000 for w in weights) or not sum(weights):
-            raise ConfigError(
-                f"the weights {weights} must be at least 0 and at most 1000, one of them above 0."
-            )
 
     def check(self) -> None:
         if self.detector == "langdetect":
@@ -147,12 +137,9 @@ class InstructionsEnvironment(Environment):
         num_turns, config = len(self._turns), self._config
         missing = [Verdict.of(given, "") for _, given in self._turns[len(self.verdicts) :]]
         scores = [verdict.scores() for verdict in (*self.verdicts, *missing)]
+        names = (f"instruction_{config.mode}", f"prompt_{config.mode}")
         rewards = [
-            (
-                config.instruction_weight * each[f"instruction_{config.mode}"]
-                + config.prompt_weight * each[f"prompt_{config.mode}"]
-            )
-            / num_turns
+            sum(each[name] / 2 for name in names) / num_turns
             for each in scores[: len(self.verdicts)]
         ]
         return Score(
