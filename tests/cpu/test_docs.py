@@ -447,16 +447,16 @@ def methods_table() -> str:
     """What each method sets in a run of max_tokens=256 and groups_per_step=8."""
     from lockstep.config import flatten
     from lockstep.recipes import find_recipe
-    from lockstep.recipes.methods import METHODS
+    from lockstep.recipes.methods import METHODS, settings_of
 
     config = find_recipe("quickstart")
     rows = []
     for name, method in METHODS.items():
         settings = " ".join(
             f"`{path}={_written(value)}`"
-            for path, value in flatten(method.settings(config)).items()
+            for path, value in flatten(settings_of(name, config)).items()
         ).replace(".type=", "=")
-        rows.append((f"`{name}`", settings, method.source))
+        rows.append((f"`{name}`", settings, method["source"]))
     return table(("method", "settings", "source"), rows)
 
 

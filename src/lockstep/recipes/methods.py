@@ -4,7 +4,6 @@ both."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config import did_you_mean, nested, overlaid
@@ -26,27 +25,16 @@ _BY_SIZE: dict[str, Callable[[Config], Mapping[str, Any]]] = {
     },
 }
 """Method -> the settings that follow the size of a run."""
+METHODS: dict[str, Mapping[str, Any]] = tables_beside(__file__)
+"""Method -> its `source`, and what its paper sets. Learning rate, batch size and number of updates
+are left out: they follow the model and the task."""
 
 
-@dataclass(frozen=True, slots=True)
-class Method:
-    """Settings of a paper. Learning rate, batch size and number of updates are left out: they
-    follow the model and the task."""
-
-    name: str
-    source: str
-    fixed: Mapping[str, Any]
-
-    def settings(self, config: Config) -> dict[str, Any]:
-        """Its settings for a run, as a tree."""
-        by_size = _BY_SIZE.get(self.name, lambda _: {})
-        return nested({**self.fixed, **by_size(config)})
-
-
-METHODS = {
-    name: Method(name, table.pop("source"), table)
-    for name, table in tables_beside(__file__).items()
-}
+def settings_of(name: str, config: Config) -> dict[str, Any]:
+    """What a method sets in a run, as a tree."""
+    fixed = {path: value for path, value in METHODS[name].items() if path != "source"}
+    by_size = _BY_SIZE[name](config) if name in _BY_SIZE else {}
+    return nested({**fixed, **by_size})
 
 
 def with_method(config: Config, name: str) -> Config:
@@ -60,4 +48,4 @@ def with_method(config: Config, name: str) -> Config:
     """
     if name not in METHODS:
         raise ConfigError(f"method={name}: no such method.{did_you_mean(name, METHODS)}")
-    return overlaid(config, METHODS[name].settings(config))
+    return overlaid(config, settings_of(name, config))
