@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -486,16 +485,20 @@ class PagedContext:
         keys: Tensor | Sequence[Tensor],
         values: Tensor | Sequence[Tensor],
         tables: npt.NDArray[np.int64],
-        starts: Sequence[int],
-        stops: Sequence[int],
+        starts: npt.ArrayLike,
+        stops: npt.ArrayLike,
         *,
         num_heads: int | None = None,
+        groups: Sequence[npt.NDArray[np.int64]] | None = None,
+        resident: ResidentRows | None = None,
+        states: StateStep | None = None,
     ) -> PagedContext:
         """Context of sequences that each feed their positions [start, stop), one after another.
 
         tables: [B, P], the pages of each sequence in order; unused places name any valid page.
-        Neighbours that feed the same number of tokens share a block. num_heads: of the queries, for
-        ops that read `work` in place of blocks.
+        num_heads: of the queries, for ops that read `work` in place of blocks. groups: sequences
+        that share a block; None: neighbours that feed the same number of tokens. resident: of the
+        first group.
 
         >>> keys = torch.zeros(1, 2, 8, 16, 4)          # 8 pages of 16 places
         >>> tables = np.array([[3, 5], [2, 0]])
@@ -504,30 +507,26 @@ class PagedContext:
         [81, 32, 33]
         """
         num_kv_heads, size, device = len(keys[0]), keys[0].shape[2], keys[0].device
-        at = [np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)]
-        written = [row[a // size] * size + a % size for row, a in zip(tables, at, strict=True)]
-        write_index = to_device(np.concatenate(written), device)
+        start, stop = np.asarray(starts, np.int64), np.asarray(stops, np.int64)
+        lengths = stop - start
+        sequence, positions = fed_positions(start, lengths)
+        written = tables[sequence, positions // size] * size + positions % size
+        write_index = to_device(written, device)
         if num_heads is not None:
             work = AttentionWork.of(
-                np.array([len(a) for a in at]),
-                np.array(stops, np.int64),
+                lengths,
+                stop,
                 np.arange(len(tables)) * tables.shape[1],
                 tables.reshape(-1) * size,
                 page_size=size,
                 heads=(num_heads, num_kv_heads),
                 device=device,
             )
-            return cls(keys, values, write_index, work=work)
-        blocks: list[PagedBlock] = []
-        first = token = 0
-        for _, group in groupby(at, key=len):
-            positions = np.stack(list(group))
-            stop, num_keys = first + len(positions), int(positions.max()) + 1
-            pages = np.ascontiguousarray(tables[first:stop, : -(-num_keys // size)])
-            places, used = (torch.from_numpy(x).to(device) for x in (positions, pages))
-            blocks.append(PagedBlock(None, places, used, num_keys, first_token=token))
-            first, token = stop, token + positions.size
-        return cls(keys, values, write_index, tuple(blocks))
+            return cls(keys, values, write_index, work=work, states=states)
+        if groups is None:
+            groups = np.split(np.arange(len(lengths)), np.flatnonzero(np.diff(lengths)) + 1)
+        blocks, place_index = _blocks(groups, start, lengths, tables, size, resident, device)
+        return cls(keys, values, write_index, blocks, place_index, states=states)
 
     def write(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
         """Writes the new tokens' keys and values to their places."""
@@ -535,3 +534,53 @@ class PagedContext:
             cache = plane[layer]
             places = cache.view(cache.shape[0], -1, cache.shape[3])
             places.index_copy_(1, self.write_index, new.transpose(0, 1))
+
+
+def fed_positions(
+    starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """([T] sequence, [T] position) of each token, where sequences feed `lengths` tokens from
+    `starts` on, one after another."""
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    return sequence, np.arange(len(sequence)) + (starts - _starts(lengths))[sequence]
+
+
+def _blocks(
+    groups: Sequence[npt.NDArray[np.int64]],
+    starts: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    tables: npt.NDArray[np.int64],
+    size: int,
+    resident: ResidentRows | None,
+    device: torch.device,
+) -> tuple[tuple[PagedBlock, ...], Tensor | None]:
+    """(blocks, place_index) of `PagedContext`: a block for each group of sequences, padded to the
+    longest by repeating a last query."""
+    firsts = _starts(lengths)
+    blocks: list[PagedBlock] = []
+    fed: list[npt.NDArray[np.int64]] = []
+    for group in groups:
+        steps = np.minimum(np.arange(int(lengths[group].max())), lengths[group, None] - 1)
+        tokens, positions = firsts[group, None] + steps, starts[group, None] + steps
+        num_keys = int(positions.max()) + 1
+        block = PagedBlock(
+            None if _is_ordered(tokens) else to_device(tokens, device),
+            to_device(positions, device),
+            to_device(tables[group, : -(-num_keys // size)], device),
+            num_keys,
+            first_token=int(tokens[0, 0]),
+            resident=None if blocks else resident,
+        )
+        blocks.append(block)
+        fed.append(tokens.reshape(-1))
+    tokens = np.concatenate(fed)
+    if _is_ordered(tokens):
+        return tuple(blocks), None
+    # A padded place repeats its chunk's last token; the first place of a token is the real one.
+    places = np.empty(int(lengths.sum()), np.int64)
+    places[tokens[::-1]] = np.arange(len(tokens))[::-1]
+    return tuple(blocks), to_device(places, device)
+
+
+def _is_ordered(tokens: npt.NDArray[np.int64]) -> bool:
+    return bool((np.diff(tokens.reshape(-1)) == 1).all())

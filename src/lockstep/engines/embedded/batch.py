@@ -31,7 +31,7 @@ from lockstep.engines.sampling import (
 )
 from lockstep.ops.base import Ops
 from lockstep.ops.chunks import StateStep
-from lockstep.ops.context import AttentionWork, PagedBlock, PagedContext, ResidentRows, to_device
+from lockstep.ops.context import PagedContext, ResidentRows, fed_positions, to_device
 from lockstep.types import Float32Array, Int32Array, Routes
 
 Tensor = torch.Tensor
@@ -39,9 +39,6 @@ Tensor = torch.Tensor
 JOIN_PAIRS = 16384
 """Query-key pairs that one block of attention may waste on padding before it is split in two: about
 the cost of another block's calls on a CPU."""
-
-KEY_QUANTUM = 16
-"""Attention reads a multiple of this many keys: it fills a vector register in any dtype."""
 
 
 def pack_draws(ids: Tensor, logprobs: Tensor) -> Tensor:
@@ -384,78 +381,29 @@ def build_inputs(
     for row, chunk in enumerate(ordered, n):
         pages = chunk.sequence.held.pages[: tables.shape[1]]
         tables[row, : len(pages)] = pages
-    sequence_of = np.repeat(np.arange(len(starts)), lengths)
-    positions = np.arange(len(sequence_of)) + (starts - firsts)[sequence_of]
+    _, positions = fed_positions(starts, lengths)
     ids = np.concatenate([rows.last_ids[:n], *(c.ids for c in ordered)])
-    write_index = tables[sequence_of, positions // size] * size + positions % size
-    blocks, place_index, work, states = (), None, None, None
+    found, parts, states = None, None, None
     if num_heads is None:
         found = _load_resident(rows, resident, device) if n and resident is not None else None
         parts = _group_rows(stops[:n], size, is_whole=found is not None)
         if groups:
             ends = np.cumsum([len(group) for group in groups])
             parts += np.split(np.arange(n, len(starts)), ends[:-1])
-        fed = parts, starts, lengths, tables
-        blocks, place_index = _blocks(*fed, size=size, resident=found, device=device)
-    else:
-        work = AttentionWork.of(
-            lengths,
-            stops,
-            np.arange(len(tables)) * tables.shape[1],
-            tables.reshape(-1) * size,
-            page_size=size,
-            heads=(num_heads, cache.keys.shape[1]),
-            device=device,
-        )
     if cache.states is not None:
         states = StateStep.of(cache.states.states, slots, starts, stops, num_rows=n)
-    context = PagedContext(
-        cache.keys, cache.values, to_device(write_index, device), blocks, place_index, work, states
+    context = PagedContext.of(
+        cache.keys,
+        cache.values,
+        tables,
+        starts,
+        stops,
+        num_heads=num_heads,
+        groups=parts,
+        resident=found,
+        states=states,
     )
     return to_device(ids, device), to_device(positions, device), context, ordered
-
-
-def _blocks(
-    groups: Seq[npt.NDArray[np.int64]],
-    starts: npt.NDArray[np.int64],
-    lengths: npt.NDArray[np.int64],
-    tables: npt.NDArray[np.int64],
-    *,
-    size: int,
-    resident: ResidentRows | None,
-    device: torch.device,
-) -> tuple[tuple[PagedBlock, ...], Tensor | None]:
-    """(blocks, place_index) for `PagedContext`: a block for each group of sequences, padded to the
-    longest by repeating a last query. resident: of the first group."""
-    firsts = np.cumsum(lengths) - lengths
-    blocks: list[PagedBlock] = []
-    fed: list[npt.NDArray[np.int64]] = []
-    for group in groups:
-        steps = np.minimum(np.arange(int(lengths[group].max())), lengths[group, None] - 1)
-        tokens, positions = firsts[group, None] + steps, starts[group, None] + steps
-        last = int(positions.max())
-        pages = tables[group, : last // size + 1]
-        block = PagedBlock(
-            None if _is_ordered(tokens) else to_device(tokens, device),
-            to_device(positions, device),
-            to_device(pages, device),
-            min((last // KEY_QUANTUM + 1) * KEY_QUANTUM, pages.shape[1] * size),
-            first_token=int(tokens[0, 0]),
-            resident=None if blocks else resident,
-        )
-        blocks.append(block)
-        fed.append(tokens.reshape(-1))
-    tokens = np.concatenate(fed)
-    if _is_ordered(tokens):
-        return tuple(blocks), None
-    # A padded place repeats its chunk's last token; the first place of a token is the real one.
-    places = np.empty(int(lengths.sum()), np.int64)
-    places[tokens[::-1]] = np.arange(len(tokens))[::-1]
-    return tuple(blocks), to_device(places, device)
-
-
-def _is_ordered(tokens: npt.NDArray[np.int64]) -> bool:
-    return bool((np.diff(tokens.reshape(-1)) == 1).all())
 
 
 def _group_rows(

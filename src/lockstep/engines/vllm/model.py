@@ -102,8 +102,8 @@ class LockstepForCausalLM(nn.Module):
             [cache.keys for cache in caches],
             [cache.values for cache in caches],
             step.tables,
-            step.starts.tolist(),
-            step.stops.tolist(),
+            step.starts,
+            step.stops,
             num_heads=config.num_heads if ops.reads_work(caches[0].keys.device) else None,
         )
 
