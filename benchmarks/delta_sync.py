@@ -1,9 +1,9 @@
-"""Bytes that a delta link sends for an update of SmolLM2-135M, beside those of all its weights.
+"""Bytes that a delta link sends for an update of SmolLM2-135M, beside the bytes of all weights.
 
 Reinforcement learning of sums with all weights in bfloat16, whose masters are float32, at several
 learning rates. The weights after each step come from the run's checkpoints; the first update, from
-the published weights, is left out, since Adam's first steps are its largest. Seconds are those of
-finding and of applying the changes, on one thread. Needs `lockstep fetch smollm2-135m`.
+the published weights, is left out, since Adam's first steps are its largest. Seconds are for
+finding and for applying the changes, on one thread. Needs `lockstep fetch smollm2-135m`.
 
     python benchmarks/delta_sync.py [--lr LR ...] [--steps N]
 """

@@ -68,7 +68,7 @@ def compare(*, guess: int = 8, rounds: int = 3) -> Iterator[Row]:
 
     for temperature in (0.0, 0.7):
         runs = in_turn(rounds, {side: partial(seconds, side, temperature) for side in sides})
-        assert np.array_equal(*replies.values()), "guesses changed what was sampled"
+        assert np.array_equal(*replies.values()), "guesses changed the sampled tokens"
         ours, peer = (NEW_TOKENS / median(runs[side]) for side in sides)
         how = f"temperature {temperature:g}, one request; peer: the same without guesses"
         yield row("prompt_lookup", ours, peer, "tokens/s", how=how, better="higher")

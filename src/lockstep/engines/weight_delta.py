@@ -26,7 +26,7 @@ class Encoder:
     def __init__(self) -> None:
         self._held: dict[str, Tensor] = {}
         self.checksum = 0
-        """Of all tensors since it was last set to 0."""
+        """Checksum of all tensors since it was last set to 0."""
 
     def encode(self, name: str, tensor: Tensor) -> tuple[int | None, Tensor]:
         """(number of changed items, bytes of the changes), uint8 on the host; (None, bytes of the

@@ -2,8 +2,8 @@
 
 A step computes the guessed tokens beside the last sampled one, and draws behind each, with the
 uniform number of its own position. A draw counts as long as every guess before it was drawn as
-well. So tokens and log-probs are those of single steps; there are fewer steps where a reply repeats
-its prompt, as with tools that return documents.
+well. So tokens and log-probs equal a run of single steps. Replies that repeat their prompt, as with
+tools that return documents, take fewer steps.
 
 Source: prompt lookup decoding (Saxena 2023); speculative sampling keeps a distribution (Leviathan
 et al. 2023), one uniform number per position keeps the draws.
@@ -24,7 +24,7 @@ from lockstep.ops.context import to_device
 from lockstep.types import Float32Array, Int32Array
 
 NGRAM = 3
-"""Tokens at the end of the text that must stand at the earlier place too."""
+"""Tokens at the end of the text that the earlier place must have too."""
 MAX_GUESSED = 32
 """Guessed tokens of one step, over all rows: from about there on, a CPU computes more tokens at
 nearly the full cost of each."""
@@ -61,14 +61,14 @@ def guesses_of(rows: BatchRows, most: int) -> list[Guess]:
 
 
 def following(text: Int32Array, most: int) -> Int32Array:
-    """What followed the latest earlier place of the text's last NGRAM tokens, at most `most`.
+    """The tokens after the latest earlier place of the text's last NGRAM tokens, at most `most`.
 
     >>> following(np.array([1, 2, 3, 4, 5, 6, 1, 2, 3], np.int32), 2).tolist()
     [4, 5]
     """
     if len(text) <= NGRAM:
         return text[:0]
-    # Place i: the tokens from i on stand there too. The last place is the end itself.
+    # Row i: the NGRAM tokens from place i on. The last row is the end itself.
     places = np.lib.stride_tricks.sliding_window_view(text, NGRAM)[:-1]
     found = np.flatnonzero((places == text[-NGRAM:]).all(1))
     if not len(found):

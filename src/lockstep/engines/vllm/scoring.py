@@ -1,8 +1,8 @@
 """Prefixes from vLLM's cache for scored texts.
 
 vLLM computes the whole prompt of a request that asks for its log-probs, since positions from the
-cache have none. A request of ours asks for those of a reply alone: the prompt before it may come
-from the cache. Where the keys are kept is then bounded by the request's first wanted id.
+cache have none. A request of ours wants the log-probs of a reply alone, so the prompt before it may
+come from the cache, up to the first wanted id.
 
 Guard: tests/vllm/test_local.py::test_a_scored_reply_takes_its_prompt_from_the_cache
 """
