@@ -1,10 +1,10 @@
 """The training loop where it is cut off: what is saved, what is not, and what is said."""
 
 import json
-import os
 import shutil
 import signal
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 from run_rows import rows_of
@@ -111,12 +111,13 @@ def test_an_error_after_an_update_saves_it_first(whole, tmp_path):
 
 @dataclass(frozen=True, kw_only=True)
 class LateFailureConfig(DocSearchConfig):
-    """Episodes beyond the first eight fail, while the environment variable says so."""
+    """Episodes beyond the first eight fail, while `begun` says so."""
+
+    begun: ClassVar[int] = -1000
 
     def environment(self, task, agent):
-        made = super().environment(task, agent)
-        begun = int(os.environ.get("EPISODES", -1000))
-        os.environ["EPISODES"] = str(begun + 1)
+        made, begun = super().environment(task, agent), self.begun
+        LateFailureConfig.begun += 1
         if begun >= 8:
 
             async def step(message):
@@ -128,11 +129,11 @@ class LateFailureConfig(DocSearchConfig):
 
 def test_a_step_whose_episodes_fail_keeps_the_updates_before_it(whole, tmp_path, monkeypatch):
     path, settings = tmp_path / "run", config("task=late_failure")
-    monkeypatch.setenv("EPISODES", "-1")  # the check before the run opens one
+    monkeypatch.setattr(LateFailureConfig, "begun", -1)  # the check before the run opens one
     with pytest.raises(RolloutError, match=r"step 1: 8 of 8\b"):
         train(settings, out=path, view="json")
     assert checkpoints_of(path) == [1]
-    monkeypatch.setenv("EPISODES", "-1000")
+    monkeypatch.setattr(LateFailureConfig, "begun", -1000)
     train(settings, out=path, resume=True, view="json")
     assert rows_of(path) == rows_of(whole)
 
