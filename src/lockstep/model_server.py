@@ -424,7 +424,6 @@ def _session(
             max_turns=sys.maxsize,  # the agent decides when it ends
             max_turn_tokens=drawn.max_turn_tokens,
             max_seconds=config.turn_seconds,
-            continue_cut_turns=True,
         ),
     )
     return GatewaySession(sampler, id=id_, seed=derive_seed(config.seed, id_), rule="client")

@@ -12,7 +12,7 @@ from lockstep.agent.environment import Environment, GroupScorer
 from lockstep.agent.harness import Harness
 from lockstep.agent.match import Match
 from lockstep.agent.tasks import TaskSource
-from lockstep.config import Checked, Interval, at_least
+from lockstep.config import Checked, at_least
 from lockstep.types import Message, Task
 
 Split = Literal["train", "eval"]
@@ -77,6 +77,10 @@ class TaskConfig(Checked):
         after the last episode; the config may be used again."""
 
 
+CLEAN_SHARE = 0.75
+"""Share of the steps and dialogues that the stage without mistakes has."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DialogueConfig(Checked):
     """Base of demonstrations that a program writes, for supervised training in two stages: without
@@ -89,8 +93,6 @@ class DialogueConfig(Checked):
 
     num_dialogues: Annotated[int, at_least(2)] = 40000
     """Dialogues in both stages, each about a task of its own."""
-    clean_share: Annotated[float, Interval("(0, 1)")] = 0.75
-    """Share of the steps and dialogues that the stage without mistakes has."""
 
     def demonstrate(self, rng: random.Random, *, is_noisy: bool) -> list[Message]:
         """One dialogue about a task drawn from `rng`. is_noisy: with mistakes."""
@@ -103,11 +105,11 @@ class DialogueConfig(Checked):
     def stages(self, seed: int) -> Sequence[DialogueStage]:
         """The stages of the training, in order. Their shares add up to 1."""
         rng = random.Random(seed)
-        num_clean = round(self.num_dialogues * self.clean_share)
+        num_clean = round(self.num_dialogues * CLEAN_SHARE)
         stages: list[DialogueStage] = []
         for share, count, is_noisy in (
-            (self.clean_share, num_clean, False),
-            (1 - self.clean_share, self.num_dialogues - num_clean, True),
+            (CLEAN_SHARE, num_clean, False),
+            (1 - CLEAN_SHARE, self.num_dialogues - num_clean, True),
         ):
             dialogues = [self.demonstrate(rng, is_noisy=is_noisy) for _ in range(count)]
             weights = {} if is_noisy else self.clean_word_weights()

@@ -195,6 +195,6 @@ def test_demonstrations_are_the_same_for_a_seed_and_have_both_kinds():
     assert first == again and sum(stage.share for stage in first) == 1
     said = {d[0].content for stage in first for d in stage.dialogues}
     assert len(said) == 3
-    for wrong in ({"num_dialogues": 1}, {"clean_share": 1.0}, {"head_share": 2.0}):
+    for wrong in ({"num_dialogues": 1}, {"head_share": 2.0}):
         with pytest.raises(ConfigError):
             MathDemonstrationsConfig(**wrong)
