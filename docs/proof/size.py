@@ -23,7 +23,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 CEILINGS = {
     "nouns: types, errors, config": 1_916,
     "tinker": 3_808,
-    "run": 4_935,
+    "run": 4_934,
     "renderers": 3_301,
     "models and ops": 8_569,
     "engines, sync, launch": 9_173,
@@ -39,7 +39,7 @@ CEILINGS = {
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling
 follows."""
-SETTINGS = 350
+SETTINGS = 344
 """Settings that all kinds of runs and servers may have together."""
 SLACK = 20
 """Lines that a room may be below its ceiling."""
