@@ -67,8 +67,10 @@ def make_model(name: str, num_layers: int, dtype: torch.dtype) -> Decoder:
         torch.set_default_dtype(torch.float32)
 
 
-def decode(gpu: StubGpu, name: str, num_layers: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Per batch (1 row, 64 equal ones, 64 ragged ones): counts of a step."""
+def decode(
+    gpu: StubGpu, name: str, num_layers: int, dtype: torch.dtype, **rules: float
+) -> dict[str, Any]:
+    """Per batch (1 row, 64 equal ones, 64 ragged ones): counts of a step. rules: of the draws."""
     capture = Capture()
     settings = {"max_num_sequences": ROWS, "page_size": 128}
     config = EmbeddedConfig(**settings, max_step_tokens=1 << 18, kv_cache_tokens=1 << 19)
@@ -85,7 +87,7 @@ def decode(gpu: StubGpu, name: str, num_layers: int, dtype: torch.dtype) -> dict
         return np.zeros(num_rows, np.int64), np.full(num_rows, -1.0, np.float32)
 
     async def ask(number: int, length: int) -> None:
-        sampling = SamplingParams(max_tokens=5000)
+        sampling = SamplingParams(max_tokens=5000, **rules)
         ids = np.zeros(length, np.int32) + number  # no common beginnings
         asked = Request(id=f"{number}", prompt_ids=ids, sampling=sampling, seed=number)
         async for _ in engine.generate(asked):
@@ -215,6 +217,7 @@ def figures(name: str, chip: int, *, dtype: torch.dtype, has_kernels: bool) -> d
             if batch != "captures"
         }
         out = {"decode": steps[0], "launches per layer": per_layer}
+        out["decode, top-p"] = decode(gpu, name, 2, dtype, top_p=0.9)
         if dtype == torch.bfloat16:
             out["training"] = train(gpu, name, 2, dtype)
             out["attention's backward"] = attention_backward(gpu, name)
