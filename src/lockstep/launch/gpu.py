@@ -21,8 +21,6 @@ Device = Literal["cpu", "cuda"]
 
 LEAST_CAPABILITY = (8, 0)
 """Ampere: the first chips whose tensor cores take bfloat16, which the kernels are written for."""
-LEAST_TRITON = (3, 6)
-"""The oldest release that comes with a torch that is accepted."""
 TAKEN_SHARE = 0.1
 """If other processes take more than this share of a GPU's memory, they are named."""
 
@@ -66,12 +64,6 @@ def check_gpu(setting: str) -> None:
             "this machine with CUDA_VISIBLE_DEVICES=N, or device=cpu."
         )
     require_package("triton", extra="cuda", needed_for=setting)
-    found = version("triton")
-    if tuple(int(part) for part in found.split(".")[:2]) < LEAST_TRITON:
-        raise ConfigError(
-            f"{setting}: Triton {found} is installed, and the kernels need "
-            f"{_dotted(LEAST_TRITON)} or newer. Install torch 2.11 or newer, which brings it."
-        )
     if reason := _why_no_compiler():
         raise ConfigError(
             f"{setting}: Triton compiles a launcher for each kernel in C, and {reason}. Or set "
