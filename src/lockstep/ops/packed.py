@@ -27,11 +27,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lockstep.ops.context import MAX_PADDING, AttentionSpec, PackedContext, sum_dtype
+from lockstep.ops.context import AttentionSpec, PackedContext, sum_dtype
 from lockstep.ops.paged import causal_mask
 
 Tensor = torch.Tensor
 
+MAX_PADDING = 1.25  # rows of one piece differ in length by at most this factor
 PIECE_TOKENS = 2048  # queries of several rows per call: enough to fill a kernel, little to copy
 BEGIN_QUANTUM = 128  # tokens: rows whose shared beginnings differ by less go together
 TILE = 64  # queries that attend together; with more, most would read keys that they do not see
@@ -112,14 +113,16 @@ class Piece:
             yield slice(start - self.begin, stop - self.begin), slice(first, stop), mask
 
 
-def pieces_of(context: PackedContext) -> tuple[Piece, ...]:
-    """The context cut into pieces, made once. Each token asks in the first row that has it."""
-    if "pieces" not in context.memo:
-        context.memo["pieces"] = tuple(_make_pieces(context))
-    return context.memo["pieces"]
+def pieces_of(context: PackedContext, *, num_tokens: int = PIECE_TOKENS) -> tuple[Piece, ...]:
+    """The context cut into pieces, made once. Each token asks in the first row that has it.
+    num_tokens: most queries of a piece of several rows."""
+    key = "pieces", num_tokens
+    if key not in context.memo:
+        context.memo[key] = tuple(_make_pieces(context, num_tokens))
+    return context.memo[key]
 
 
-def _make_pieces(context: PackedContext) -> Iterator[Piece]:
+def _make_pieces(context: PackedContext, num_tokens: int) -> Iterator[Piece]:
     lengths, starts, rows = context.lengths, context.starts, context.rows
     begins = starts // BEGIN_QUANTUM * BEGIN_QUANTUM
     order = np.lexsort((-lengths, begins))
@@ -128,7 +131,7 @@ def _make_pieces(context: PackedContext) -> Iterator[Piece]:
         first = waiting[0]
         begin, longest = int(begins[first]), int(lengths[first])
         chosen: list[int] = []
-        for row in waiting[: max(1, PIECE_TOKENS // (longest - begin))]:
+        for row in waiting[: max(1, num_tokens // (longest - begin))]:
             if begins[row] != begin or lengths[row] * MAX_PADDING < longest:
                 break
             chosen.append(row)

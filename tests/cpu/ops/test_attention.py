@@ -325,12 +325,16 @@ def test_a_row_never_attends_to_its_neighbour():
 
 
 @pytest.mark.parametrize("lengths", [[3], [3, 3], [1, 2, 3], [100, 1, 99, 2], LENGTHS])
-def test_every_token_has_one_place_in_the_blocks(lengths):
-    context = PackedContext.of(lengths)
-    order = torch.cat([b.flatten() for b in context.blocks])
-    found = order if context.place_index is None else order[context.place_index]
-    assert torch.equal(found, torch.arange(sum(lengths)))
-    assert sum(len(b) for b in context.blocks) == len(lengths)
+def test_every_token_is_written_from_one_place(lengths):
+    pieces = packed.pieces_of(PackedContext.of(lengths))
+    found = torch.zeros(sum(lengths), dtype=torch.int64)
+    for piece in pieces:
+        written = torch.full_like(found, -1)
+        piece.put(written, piece.queries.index)
+        found += written >= 0
+        assert torch.equal(written[written >= 0], torch.arange(len(found))[written >= 0])
+    assert (found == 1).all()
+    assert sum(len(piece.keys.index) for piece in pieces) == len(lengths)
 
 
 @pytest.mark.parametrize("window", [None, 4, 16])
