@@ -86,14 +86,15 @@ class Piece:
         return taken.masked_fill(hidden.view(*taken.shape[:2], *[1] * (x.dim() - 1)), 0.0)
 
     def put(self, out: Tensor, values: Tensor) -> None:
-        """values [B, Q, ...] into out [T, ...], at the tokens that the queries own."""
+        """values [B, Q, ...] into out [T, ...], at the tokens that the queries own. Values that
+        `queries.take` has shown in place are there."""
         values, index = values.flatten(0, 1), self.queries.index.flatten()
         if self.owned is not None:
             out[index[self.owned]] = values[self.owned].to(out.dtype)
-        elif self.queries.first is not None:
-            out[self.queries.first : self.queries.first + len(values)] = values
-        else:
+        elif self.queries.first is None:
             out[index] = values.to(out.dtype)
+        elif values.data_ptr() != out[self.queries.first].data_ptr():
+            out[self.queries.first : self.queries.first + len(values)] = values
 
     def tiles(
         self, window: int | None, dtype: torch.dtype, *, size: int | None = None
@@ -139,11 +140,12 @@ def _make_pieces(context: PackedContext, num_tokens: int) -> Iterator[Piece]:
         index = np.stack([np.pad(rows[i], (0, longest - lengths[i]), mode="edge") for i in chosen])
         place = np.arange(begin, longest)
         is_own = (place >= starts[chosen, None]) & (place < lengths[chosen, None])
-        keys = queries = Places.of(torch.from_numpy(index).to(context.device))
-        if begin:
-            queries = Places.of(keys.index[:, begin:])
-        owned = None if is_own.all() else torch.from_numpy(np.flatnonzero(is_own))
-        yield Piece(keys, queries, None if owned is None else owned.to(context.device))
+        keys = Places.of(torch.from_numpy(index).to(context.device))
+        if is_own.all():
+            yield Piece(keys, Places.of(keys.index[:, begin:]), None)
+        else:  # results go through memory of their own: other rows have some of these tokens
+            owned = torch.from_numpy(np.flatnonzero(is_own)).to(context.device)
+            yield Piece(keys, Places(keys.index[:, begin:], None), owned)
 
 
 def attend(
@@ -160,8 +162,9 @@ def attend(
     for piece in pieces_of(context):
         q_BHQD = piece.queries.take(q_THD).transpose(1, 2)
         k_BGLD, v_BGLD = (piece.keys.take(x).transpose(1, 2) for x in (k_TGD, v_TGD))
-        parts = [
-            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        found = [piece.queries.take(x) for x in (out, lse)]
+        for asked, seen, mask in piece.tiles(spec.window, q_THD.dtype):
+            parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q_BHQD[:, :, asked],
                 k_BGLD[:, :, seen],
                 v_BGLD[:, :, seen],
@@ -170,10 +173,10 @@ def attend(
                 attn_mask=mask,
                 scale=spec.scale,
             )
-            for asked, seen, mask in piece.tiles(spec.window, q_THD.dtype)
-        ]
-        for whole, of_tiles in zip((out, lse), zip(*parts, strict=True), strict=True):
-            piece.put(whole, torch.cat(of_tiles, 2).transpose(1, 2))
+            for of_piece, part in zip(found, parts, strict=True):
+                of_piece[:, asked] = part.transpose(1, 2)
+        for whole, of_piece in zip((out, lse), found, strict=True):
+            piece.put(whole, of_piece)
     if spec.sinks is not None:
         both = torch.logaddexp(lse, spec.sinks.to(wide))
         out.mul_(torch.exp(lse - both)[..., None])
@@ -226,7 +229,7 @@ def attend_backward(
         sums = [
             torch.zeros(x.shape, dtype=totals[0].dtype, device=x.device) for x in (keys, values)
         ]
-        found_q: list[Tensor] = []
+        found_q = piece.queries.take(grad_q)
         for asked, seen, mask in piece.tiles(spec.window, dtype, size=tile):
             queries = (x[:, :, asked] for x in (asked_grad, asked_q))
             results = (x[:, :, asked] for x in (asked_out, asked_lse))
@@ -238,10 +241,10 @@ def attend_backward(
                 mask=mask,
                 scale=spec.scale,
             )
-            found_q.append(of_q)
+            found_q[:, asked] = of_q.transpose(1, 2)
             for whole, part in zip(sums, of_keys, strict=True):
                 whole[:, :, seen] += part
-        piece.put(grad_q, torch.cat(found_q, 2).transpose(1, 2))
+        piece.put(grad_q, found_q)
         for total, found in zip(totals, sums, strict=True):
             found = found.transpose(1, 2)
             if is_shared:
