@@ -4,7 +4,7 @@ The model's own code computes, so equal bits, cached pages, replayed routes and 
 are not available: rows run as padded batches, and an engine outside of this process samples.
 Settings that need more are refused by name, before a model is loaded and here.
 
-# T tokens  D model width  N trained tokens  V vocabulary  B rows of a piece  L its length
+# T tokens  D model width  N trained tokens  V vocabulary  B rows of a block  L its length
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from lockstep.models.hf_io import (
 )
 from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext, Support, take_rows
-from lockstep.ops.packed import pieces_of
 
 Tensor = torch.Tensor
 
@@ -192,19 +191,16 @@ class FallbackModel(nn.Module):
         positions_T: Tensor,
         context: PackedContext,
     ) -> Tensor:
-        """[T, ...]: outputs of rows of similar length, run as batches with right padding. A token
-        that several rows begin with is computed in each, and read in one of them."""
-        whole, no_limit = None, len(ids_T) * len(context.lengths)
-        for piece in pieces_of(context, num_tokens=no_limit):
-            index_BL = piece.keys.index
+        """[T, ...]: outputs of the rows of each block, run as a batch with right padding."""
+        outs: list[Tensor] = []
+        for index_BL in context.blocks:
             inputs = {"input_ids": ids_T[index_BL], "attention_mask": _mask(index_BL)}
             if self._takes_positions:
                 inputs["position_ids"] = positions_T[index_BL]
-            found = read(module(**inputs, use_cache=False))
-            whole = found.new_empty(len(ids_T), *found.shape[2:]) if whole is None else whole
-            piece.put(whole, found[:, piece.begin :])
-        assert whole is not None, "a context has rows"
-        return whole
+            outs.append(read(module(**inputs, use_cache=False)).flatten(0, 1))
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        # A token that several rows begin with is computed in each, and read in one of them.
+        return out if context.place_index is None else take_rows(out, context.place_index)
 
     def _is_plain_head(self) -> bool:
         """Tries the head on a few ids, since only its forward shows its arithmetic."""

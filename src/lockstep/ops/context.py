@@ -35,6 +35,8 @@ TILE_ROWS = 64  # rows of one piece of attention's work on a GPU: queries times 
 VALUE_PARTS = 16  # most programs among which the columns of a piece's values are divided
 WHOLE_ROW = 1 << 30  # page size of a row whose keys are adjacent
 
+MAX_PADDING = 1.25  # rows of one padded block differ in length by at most this factor
+
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
     """x[index] over the first dim, with a gradient that is summed in a fixed order.
@@ -283,8 +285,10 @@ class PackedContext:
     among the T: rows with a common beginning share its tokens.
 
     >>> context = PackedContext.of([2, 3])      # tokens 0, 1 are row 0; tokens 2, 3, 4 row 1
-    >>> [row.tolist() for row in context.rows]
-    [[0, 1], [2, 3, 4]]
+    >>> [index.tolist() for index in context.blocks]    # longest first
+    [[[2, 3, 4]], [[0, 1]]]
+    >>> context.place_index.tolist()            # outputs of the blocks -> packed order
+    [3, 4, 0, 1, 2]
     """
 
     lengths: npt.NDArray[np.int64]
@@ -331,6 +335,22 @@ class PackedContext:
         """True if each token t of the T is at place t: the rows follow one another."""
         return np.array_equal(self.index, np.arange(len(self.index)))
 
+    @property
+    def blocks(self) -> tuple[Tensor, ...]:
+        """Rows of similar length, as padded blocks of attention: [B, L] int64 each, the token at
+        each place. Places past a row's end repeat its last token."""
+        return self._padded[0]
+
+    @property
+    def place_index(self) -> Tensor | None:
+        """[T] int64: index of each token's output in the blocks laid end to end (any one, where
+        rows share the token); None if that is the packed order already (rows of one length)."""
+        return self._padded[1]
+
+    @cached_property
+    def _padded(self) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        return _pad_rows(self.lengths, self.index, self.device)
+
     @cached_property
     def chunks(self) -> Chunks:
         """The rows as linear attention reads them."""
@@ -367,6 +387,30 @@ class PackedContext:
 
 def _starts(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.cumsum(lengths) - lengths
+
+
+def _pad_rows(
+    lengths: npt.NDArray[np.int64], index: npt.NDArray[np.int64], device: torch.device
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    lens, flat = torch.from_numpy(lengths), torch.from_numpy(index)
+    starts = torch.cumsum(lens, 0) - lens
+    order = torch.argsort(lens, descending=True, stable=True)
+    blocks: list[Tensor] = []
+    place = torch.empty(int(flat.max()) + 1, dtype=torch.int64)
+    base = at = 0
+    while at < len(order):
+        longest = int(lens[order[at]])
+        end = at + int((lens[order[at:]] * MAX_PADDING >= longest).sum())
+        chosen = order[at:end]
+        steps = torch.arange(longest)
+        last = lens[chosen, None] - 1
+        tokens = flat[starts[chosen, None] + torch.minimum(steps, last)]
+        inside = steps <= last
+        place[tokens[inside]] = (base + torch.arange(tokens.numel()).view_as(tokens))[inside]
+        blocks.append(tokens.to(device))
+        base, at = base + tokens.numel(), end
+    is_identity = base == len(place) and bool((place == torch.arange(base)).all())
+    return tuple(blocks), None if is_identity else place.to(device)
 
 
 def planes_of(cache: Any) -> tuple[Any, ...]:

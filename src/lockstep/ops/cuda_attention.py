@@ -10,7 +10,7 @@ long row fills the chip, and a packed row needs no memory for its splits.
 
 Backward is torch's own flash backward on this forward's output and log-sums. It uses only
 exp(score - lse) and dO . O, and both include sinks (see `ops.packed`). That kernel has no float32,
-so scores in float32 are computed again by stock products, in the tiles of `ops.packed`.
+so scores in float32 are computed again in tiles by stock products.
 
 # T tokens  H query heads  G key heads  R = H / G  D head width  B rows  L length of a padded block
 """
@@ -29,7 +29,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils import deterministic
 
-from lockstep.ops import packed
 from lockstep.ops.context import (
     SPLIT_KEYS,
     TILE_ROWS,
@@ -53,7 +52,7 @@ from lockstep.ops.cuda_kernels import (
 Tensor = torch.Tensor
 
 NO_WINDOW = 1 << 30  # wider than any sequence
-TILE_QUERIES = 256  # of a row, in one tile of a backward by formulas
+BACKWARD_SCORES = 1 << 26  # scores of one tile of float32's backward: 256 MiB
 FLASH_WIDTH = 256  # widest head of torch's flash backward
 
 
@@ -421,13 +420,12 @@ class PackedAttention(torch.autograd.Function):
     def backward(ctx, *grad_outputs):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         (grad_out,), D = grad_outputs, q.shape[2]
-        if q.dtype.itemsize > 2 or D > FLASH_WIDTH or D % 8:
-            found = packed.attend_backward(
-                grad_out, ctx.saved_tensors, *ctx.settings, tile=TILE_QUERIES, gradients=_gradients
-            )
-            return *found, None, None
-        grads = _flash_backward((grad_out, q, k, v, out, lse), *ctx.settings)
-        grad_sinks = None if sinks is None else packed.sink_gradient(sinks, grad_out, out, lse)
+        is_flash = q.dtype.itemsize == 2 and D <= FLASH_WIDTH and D % 8 == 0
+        backward = _flash_backward if is_flash else _tiled_backward
+        grads = backward((grad_out, q, k, v, out, lse), *ctx.settings)
+        grad_sinks = None
+        if sinks is not None:
+            grad_sinks = _sink_gradient(grad_out, out, lse, sinks)
         return *grads, grad_sinks, None, None
 
 
@@ -458,9 +456,7 @@ def _flash_backward(
     k_P, v_P = (x.index_select(0, work.pages) for x in (k, v))
     key_starts = F.pad(work.page_starts, (0, 1), value=len(work.pages))
     found = _flash((grad_Q, q_Q, k_P, v_P, out_Q, lse_Q), spec, work, key_starts=key_starts)
-    grad_k, grad_v = (
-        packed.sum_places(x.float(), work.pages.long(), len(k)).to(x.dtype) for x in found[1:]
-    )
+    grad_k, grad_v = (_sum_places(x, work.pages, len(k)) for x in found[1:])
     return found[0].index_select(0, work.token_places), grad_k, grad_v
 
 
@@ -514,36 +510,104 @@ def _deterministic() -> Generator[None]:
             setattr(deterministic, filling, fills)
 
 
-def _gradients(
-    grad_out: Tensor,
+def _through(grad_out: Tensor, out: Tensor) -> Tensor:
+    """[T, H] float32: dO . O."""
+    return (grad_out.float() * out.float()).sum(-1)
+
+
+def _sink_gradient(grad_out: Tensor, out: Tensor, lse_TH: Tensor, sinks: Tensor) -> Tensor:
+    """[H]: -sum exp(sink - lse) dO . O."""
+    share_TH = torch.exp(sinks.float() - lse_TH)
+    return -(share_TH * _through(grad_out, out)).sum(0).to(sinks.dtype)
+
+
+def _sum_places(x: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
+    """[T, ...]: values of places, summed by token in one order. On CUDA it sorts, without
+    atomics."""
+    total = torch.zeros(num_tokens, *x.shape[1:], dtype=torch.float32, device=x.device)
+    return total.index_put_((tokens,), x.float(), accumulate=True).to(x.dtype)
+
+
+def _tiled_backward(
+    parts: Parts, spec: AttentionSpec, context: PackedContext
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients by the definition. With P = exp(scores - lse), dS = P * (dP - dO . O)."""
+    grad_out, q, k, v, out, lse_TH = parts
+    through_TH = _through(grad_out, out)
+    # An output is read at one of its places; the gradient of its other places and of padding is 0.
+    grad_places, through_places = (_spread(x, context) for x in (grad_out, through_TH))
+    grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
+    first = 0
+    for index in context.blocks:
+        places = slice(first, first := first + index.numel())
+        found = _block_gradients(
+            q[index],
+            k[index],
+            v[index],
+            grad_places[places].view(*index.shape, *q.shape[1:]),
+            lse_TH[index],
+            through_places[places].view(*index.shape, -1),
+            spec,
+        )
+        for grad, part in zip(grads, found, strict=True):
+            # Rows may share tokens. On CUDA this sorts, then sums in one order, without atomics.
+            grad.index_put_((index,), part, accumulate=True)
+    grad_q, grad_k, grad_v = (grad.to(q.dtype) for grad in grads)
+    return grad_q, grad_k, grad_v
+
+
+def _spread(x_T: Tensor, context: PackedContext) -> Tensor:
+    """Puts each token's value at its place in the blocks laid end to end; 0 elsewhere."""
+    if context.place_index is None:
+        return x_T
+    num_places = sum(index.numel() for index in context.blocks)
+    places = x_T.new_zeros(num_places, *x_T.shape[1:])
+    places[context.place_index] = x_T
+    return places
+
+
+def _block_gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    out: Tensor,
+    grad_out: Tensor,
     lse: Tensor,
-    *,
-    mask: Tensor,
-    scale: float,
+    through: Tensor,
+    spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `packed.Gradients`. By the definition: with P = exp(scores - lse), dS is
-    P * (dP - dO . O). dQ [B, H, Q, D], dK and dV [B, G, K, D] are float32."""
-    groups = q.shape[0] * k.shape[1]
+    """(dQ [B, L, H, D], dK, dV [B, L, G, D]), float32. q, grad_out [B, L, H, D], k, v [B, L, G, D],
+    lse and through (dO . O) [B, L, H] float32."""
+    (B, L, H, D), G, window, scale = q.shape, k.shape[2], spec.window, spec.scale
+    q, grad_out = (x.view(B, L, G, -1, D).permute(0, 2, 3, 1, 4) for x in (q, grad_out))
+    lse, through = (x.view(B, L, G, -1, 1).permute(0, 2, 3, 1, 4) for x in (lse, through))
+    k, v = (x.transpose(1, 2).reshape(B * G, L, D) for x in (k, v))
+    grad_q = q.new_empty(q.shape, dtype=torch.float32)
+    grad_k, grad_v = (torch.zeros_like(x, dtype=torch.float32) for x in (k, v))
+    step = max(16, BACKWARD_SCORES // (B * H * L))
+    for start in range(0, L, step):
+        stop = min(L, start + step)
+        keys = slice(0 if window is None else max(0, start - window + 1), stop)
 
-    def by_group(x: Tensor) -> Tensor:
-        """Heads [B, H, ...] of one key head as rows of one matrix."""
-        return x.reshape(groups, -1, x.shape[-1])
+        def tile(x: Tensor, rows: slice = slice(start, stop)) -> Tensor:
+            return x[:, :, :, rows].reshape(B * G, -1, x.shape[-1])
 
-    through = (grad_out.float() * out.float()).sum(-1, keepdim=True)
-    queries, keys, values, grad = by_group(q), by_group(k), by_group(v), by_group(grad_out)
-    probs = _matmul(queries, keys.transpose(1, 2)).mul_(scale).sub_(by_group(lse[..., None]))
-    probs.view(groups, -1, *mask.shape).add_(mask)
-    probs.exp_()
-    grad_v = _matmul(probs.to(q.dtype).transpose(1, 2), grad)
-    grad_scores = _matmul(grad, values.transpose(1, 2)).sub_(by_group(through))
-    grad_scores = grad_scores.mul_(probs).mul_(scale).to(q.dtype)
-    grad_k = _matmul(grad_scores.transpose(1, 2), queries)
-    grad_q = _matmul(grad_scores, keys)
-    return grad_q.view(q.shape), grad_k.view(k.shape), grad_v.view(v.shape)
+        q_tile, grad_tile = tile(q), tile(grad_out)
+        probs = _matmul(q_tile, k[:, keys].transpose(1, 2)).mul_(scale).sub_(tile(lse)).exp_()
+        at_query = torch.arange(start, stop, device=q.device)[:, None]
+        at_key = torch.arange(keys.start, stop, device=q.device)
+        hidden = at_key > at_query
+        if window is not None:
+            hidden |= at_key <= at_query - window
+        probs.view(B * G, -1, *hidden.shape).masked_fill_(hidden, 0.0)
+        grad_v[:, keys] += _matmul(probs.to(q.dtype).transpose(1, 2), grad_tile)
+        grad_scores = _matmul(grad_tile, v[:, keys].transpose(1, 2)).sub_(tile(through))
+        grad_scores = grad_scores.mul_(probs).mul_(scale).to(q.dtype)
+        grad_k[:, keys] += _matmul(grad_scores.transpose(1, 2), q_tile)
+        grad_q[:, :, :, start:stop] = _matmul(grad_scores, k[:, keys]).view(
+            B, G, -1, stop - start, D
+        )
+    grad_k, grad_v = (x.view(B, G, L, D).transpose(1, 2) for x in (grad_k, grad_v))
+    return grad_q.permute(0, 3, 1, 2, 4).reshape(B, L, H, D), grad_k, grad_v
 
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:

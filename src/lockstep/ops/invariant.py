@@ -429,14 +429,14 @@ class _Attention(torch.autograd.Function):
         rules = ops.rules
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        for piece in packed.pieces_of(context):
-            index = piece.keys.index
-            index = F.pad(index, (0, -index.shape[1] % rules.key_quantum), mode="replicate")
+        for piece, index in packed.own_queries(context):
+            length = index.shape[1]
+            index = F.pad(index, (0, -length % rules.key_quantum), mode="replicate")
             keys, values = (
                 x.index_select(0, index.flatten()).unflatten(0, index.shape) for x in (k, v)
             )
-            queries = piece.queries.take(q)
-            part, sums = _attend_rows(queries, keys, values, spec, rules, begin=piece.begin)
+            begin = length - piece.shape[1]
+            part, sums = _attend_rows(piece.take(q), keys, values, spec, rules, begin=begin)
             piece.put(out, part)
             piece.put(lse, sums.transpose(1, 2))
         ctx.save_for_backward(q, k, v, sinks, out, lse)

@@ -131,7 +131,7 @@ def test_rows_that_begin_alike_equal_the_formula_row_by_row(window):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-# Symbols stand for 70 tokens each. Beginnings are cut at multiples of 128.
+# Symbols stand for 70 tokens each. A stem needs 128.
 FORESTS = {
     "a group": ["aaab", "aaac", "aaad"],
     "a tree": ["aabbcc", "aabbdd", "aabe", "aabf", "ghi", "ghj"],
@@ -172,25 +172,23 @@ def test_long_beginnings_are_read_once_and_equal_the_formula_row_by_row(name, wi
         torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("window", [None, 100])
 @given(st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=6))
 @settings(max_examples=300 if PROOF else 40, deadline=None)
-def test_a_token_reads_each_one_before_it_once(window, forest):
+def test_a_token_reads_each_one_before_it_once(forest):
     rows = rows_of(forest)
+    stems, runs = packed.stems_of(rows)
     size = int(max(row.max() for row in rows)) + 1
     wanted, found = np.zeros((size, size), int), np.zeros((size, size), int)
     for row in rows:
-        distance = np.subtract.outer(np.arange(len(row)), np.arange(len(row)))
-        wanted[np.ix_(row, row)] |= (distance >= 0) & (distance < (window or len(row)))
-    for piece in packed.pieces_of(PackedContext.of_rows(rows)):
-        asks = torch.zeros(piece.queries.index.shape)
-        asks.view(-1)[slice(None) if piece.owned is None else piece.owned] = 1
-        for asked, seen, mask in piece.tiles(window, torch.float32):
-            length = seen.stop - seen.start
-            sees = torch.ones(length, length).tril() if mask is None else (mask == 0).float()
-            for row in range(len(asks)):
-                at = piece.queries.index[row, asked], piece.keys.index[row, seen]
-                np.add.at(found, np.ix_(*at), (sees * asks[row, asked, None]).int().numpy())
+        wanted[np.ix_(row, row)] |= np.tri(len(row), dtype=int)
+    owned = np.zeros(size, bool)
+    for run in runs:  # a token of several runs asks in one of them
+        asking = ~owned[run]
+        found[np.ix_(run[asking], run)] += np.tri(len(run), dtype=int)[asking]
+        owned[run] = True
+    for keys, queries in stems:
+        found[np.ix_(queries, keys)] += 1
+    assert owned.all()
     assert np.array_equal(found, wanted)
 
 
@@ -209,7 +207,7 @@ def test_invariant_attention_gives_shared_rows_the_bits_of_rows_by_themselves(na
         assert torch.equal(out[at], alone)
 
 
-def test_bfloat16_behind_shared_beginnings_is_as_close_to_the_formula_as_over_whole_rows():
+def test_bfloat16_over_stems_is_as_close_to_the_formula_as_over_whole_rows():
     rows = rows_of(FORESTS["a tree"])
     context, size = sharing(rows)
     inputs = make_inputs(lengths=[size], dtype=torch.bfloat16)
@@ -303,11 +301,11 @@ def test_with_a_window_no_tensor_is_larger_than_the_queries(lengths):
 
 
 def test_a_shared_beginning_is_attended_from_once():
-    """Queries whose outputs are all read in another row are left out."""
-    shared, own, num_rows = 3 * packed.BEGIN_QUANTUM, 2 * packed.TILE, 4
+    """Chunks of queries whose outputs are all read in another row are left out."""
+    shared, own, num_rows = 10 * packed.CHUNK, 2 * packed.CHUNK, 4
     rows = [np.r_[0:shared, shared + own * i : shared + own * (i + 1)] for i in range(num_rows)]
-    pieces = packed.pieces_of(PackedContext.of_rows(rows))
-    assert sum(piece.queries.index.numel() for piece in pieces) == shared + own * num_rows
+    layout = packed.layout_of(PackedContext.of_rows(rows), 16)
+    assert sum(piece.shape[0] for piece in layout.pieces) == 10 + 2 * num_rows
 
 
 def test_a_row_never_attends_to_its_neighbour():
@@ -322,13 +320,12 @@ def test_a_row_never_attends_to_its_neighbour():
 
 
 @pytest.mark.parametrize("lengths", [[3], [3, 3], [1, 2, 3], [100, 1, 99, 2], LENGTHS])
-def test_every_token_is_written_from_one_place(lengths):
-    pieces, written = packed.pieces_of(PackedContext.of(lengths)), torch.full((sum(lengths),), -1)
-    for piece in pieces:
-        piece.put(written, piece.queries.index)
-    assert torch.equal(written, torch.arange(sum(lengths)))
-    owned = [p.queries.index.flatten() if p.owned is None else p.owned for p in pieces]
-    assert sum(map(len, owned)) == sum(lengths)
+def test_every_token_has_one_place_in_the_blocks(lengths):
+    context = PackedContext.of(lengths)
+    order = torch.cat([b.flatten() for b in context.blocks])
+    found = order if context.place_index is None else order[context.place_index]
+    assert torch.equal(found, torch.arange(sum(lengths)))
+    assert sum(len(b) for b in context.blocks) == len(lengths)
 
 
 @pytest.mark.parametrize("window", [None, 4, 16])

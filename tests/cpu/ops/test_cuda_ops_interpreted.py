@@ -247,7 +247,9 @@ def packed_attention(window, context):
 def test_attention_is_the_formula_forward_and_backward(
     heads, key_heads, width, window, has_sinks, monkeypatch
 ):
-    monkeypatch.setattr("lockstep.ops.cuda_attention.TILE_QUERIES", 20)  # several tiles
+    monkeypatch.setattr(
+        "lockstep.ops.cuda_attention.BACKWARD_SCORES", 5 * heads * 70 * 20
+    )  # several tiles
     inputs = attention_inputs(heads, key_heads, width, has_sinks)
     ours = packed_attention(window, PackedContext.of(LENGTHS))
 

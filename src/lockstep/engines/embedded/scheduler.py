@@ -14,7 +14,7 @@ from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.batch import BatchRows, PrefillChunk, Sequence
 from lockstep.engines.embedded.kv_cache import PagedCache
 from lockstep.ops.contract import CHUNK
-from lockstep.types import Int32Array
+from lockstep.ops.packed import num_equal
 
 
 class Scheduler:
@@ -191,16 +191,9 @@ class Scheduler:
         others = [
             other.ids for other in self.prefilling if not other.scoring and other.weights is weights
         ]
-        num_shared = max((_num_equal(ids, other) for other in others), default=0)
+        num_shared = max((num_equal(ids, other) for other in others), default=0)
         if 2 * num_shared < len(ids):
             return False
         known = self.cache.num_known(ids[:-1], root=weights.number)
         needed = known + -(-(len(ids) - 1 - known) // 2)
         return known < needed <= num_shared
-
-
-def _num_equal(a: Int32Array, b: Int32Array) -> int:
-    """Length of the longest common beginning."""
-    size = min(len(a), len(b))
-    differs = a[:size] != b[:size]
-    return int(differs.argmax()) if differs.any() else size
