@@ -22,7 +22,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 
 CEILINGS = {
     "nouns: types, errors, config": 1_916,
-    "tinker": 3_808,
+    "tinker": 3_772,
     "run": 4_934,
     "renderers": 3_301,
     "models and ops": 8_778,
@@ -34,12 +34,12 @@ CEILINGS = {
     "store, observe, report": 2_784,
     "environments and recipes": 3_682,
     "testing": 1_523,
-    "tests": 60_224,
+    "tests": 60_189,
     "proofs and benchmarks": 9_501,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling
 follows."""
-SETTINGS = 344
+SETTINGS = 343
 """Settings that all kinds of runs and servers may have together."""
 SLACK = 20
 """Lines that a room may be below its ceiling."""

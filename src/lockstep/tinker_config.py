@@ -62,9 +62,6 @@ class TinkerConfig(Checked):
     max_open_samplers: Annotated[int, at_least(1)] = 16
     """Samplers whose weights are in memory; the one unused for longest makes room, and is loaded
     again when it is asked."""
-    uses_retrieve_futures: bool = False
-    """Clients ask for the results of a sampler together, with one open connection for each sampler
-    instead of one for each request."""
 
     @property
     def substitute(self) -> str:

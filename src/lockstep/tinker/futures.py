@@ -16,9 +16,9 @@ from typing import Any
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.reading import Value
 from lockstep.errors import named
-from lockstep.tinker.journal import CLONE, Accepted, Journal, Record, Session
+from lockstep.tinker.journal import Accepted, Journal, Record, Session
 from lockstep.tinker.requests import TinkerError, invalid, not_found
-from lockstep.tinker.wire import MAX_SAMPLE_SEQ_ID, MAX_SEQ_ID, PROTOBUF, metadata_of
+from lockstep.tinker.wire import PROTOBUF, metadata_of
 from lockstep.tinker_config import TinkerConfig
 
 LOGGER = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class Futures:
     def __init__(self, journal: Journal, config: TinkerConfig, sessions: Sessions) -> None:
         self._journal, self._config, self._sessions = journal, config, sessions
         self._settled: dict[str, asyncio.Event] = {}
-        """Request or target -> set when it, or another one of it, is settled."""
+        """Request -> set when it is settled."""
 
     def accept(
         self,
@@ -162,9 +162,8 @@ class Futures:
             except sqlite3.OperationalError as error:
                 LOGGER.error("the result of %s cannot be written: %s", request.id, error)
                 await asyncio.sleep(1.0)
-        for name in (request.id, request.target):
-            if (event := self._settled.pop(name, None)) is not None:
-                event.set()
+        if (event := self._settled.pop(request.id, None)) is not None:
+            event.set()
 
     def write(self, request: Accepted, outcome: Done | BaseException) -> None:
         """Writes an outcome to the journal, whole or not at all."""
@@ -219,28 +218,8 @@ class Futures:
         kind = PROTOBUF if found.kind in PROTOBUF_KINDS else "application/json"
         return Reply(body=found.result, content_type=kind)
 
-    async def retrieve_many(self, body: Value, sampler_id: str) -> dict[str, Any]:
-        """Lists the requests of one sampling client with a result, after the `prev_cursor`-th."""
-        clone = body["target"]["cloned_sampler_id"].integer(0, MAX_SAMPLE_SEQ_ID // CLONE - 1) or 0
-        cursor = body["prev_cursor"].integer(0, 2**63 - 1) or 0
-        seconds, most = body["timeout"].number(0, 1e9), self._config.hold_seconds
-        for request_id in body["retrieved_request_ids"].entries(MAX_SEQ_ID):
-            self._journal.mark_fetched(request_id.text())
-        deadline = time.monotonic() + (most if seconds is None else min(most, seconds))
-        while not (found := self._journal.completions(sampler_id, clone, cursor)):
-            if (left := deadline - time.monotonic()) <= 0:
-                return {"completions": [], "cursor": cursor}
-            await self._wait_for(sampler_id, left)
-        completions: list[dict[str, Any]] = []
-        for _, seq_id, state, size in found:
-            entry = {"state": "failed", "request_id": f"{sampler_id}/{seq_id}"}
-            if state == "done":
-                entry |= {"state": "finished", "response_payload_uncompressed_size": size}
-            completions.append(entry)
-        return {"completions": completions, "cursor": found[-1][0]}
-
     async def _wait_for(self, name: str, seconds: float) -> None:
-        """Waits until the request, or another one of the target, is settled."""
+        """Waits until the request is settled."""
         event = self._settled.setdefault(name, asyncio.Event())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):

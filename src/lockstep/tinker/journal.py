@@ -28,8 +28,6 @@ from lockstep.types import Int32Array
 State = Literal["waiting", "done", "failed", "refused", "expired"]
 _COLUMNS = ("session", "target", "seq_id", "kind", "digest", "state", "category")
 """Columns of a request that are small."""
-CLONE = 1_000_000_000
-"""Seq_ids of one unpickled sampling client: its number times this, and up."""
 
 _SCHEMA = Path(__file__).with_suffix(".sql").read_text("utf-8")
 # Each index costs every request some pages. Values that are looked up once at the start, or when a
@@ -169,8 +167,6 @@ class Journal:
                 f"{path} cannot be opened ({error}). Does another server use the directory? "
                 "End it, or choose another directory."
             ) from error
-        last = self._db.execute("SELECT max(finished) FROM requests").fetchone()[0]
-        self._finished = last or 0
         done = self._db.execute("SELECT target, seq_id FROM requests WHERE result IS NOT NULL")
         self._fetched = {f"{target}/{seq_id}": time.time() for target, seq_id in done}
         """Request -> when its result was first fetched; of an earlier process, as if just now."""
@@ -235,12 +231,11 @@ class Journal:
         keeps_body: bool = False,
     ) -> None:
         """Stores a result. keeps_body: a restart must repeat the request."""
-        self._finished += 1
         body = "body" if keeps_body else "NULL"
         self._db.execute(
-            f"UPDATE requests SET state = ?, result = ?, category = ?, finished = ?, body = {body} "
+            f"UPDATE requests SET state = ?, result = ?, category = ?, body = {body} "
             "WHERE target = ? AND seq_id = ?",
-            (state, result, category, self._finished, request.target, request.seq_id),
+            (state, result, category, request.target, request.seq_id),
         )
 
     def forget_bodies(self, target: str, up_to: int) -> None:
@@ -293,16 +288,6 @@ class Journal:
         used = [seq_id for (seq_id,) in rows]
         first = next((at for at, seq_id in enumerate(used) if at != seq_id), len(used))
         return first, used[first:]
-
-    def completions(self, target: str, clone: int, after: int) -> list[tuple[int, int, State, int]]:
-        """(count, seq_id, state, bytes of its result) of the results of one sampling client after
-        the `after`-th, in order."""
-        return self._db.execute(
-            "SELECT finished, seq_id, state, length(result) FROM requests "
-            "WHERE target = ? AND finished > ? AND seq_id >= ? AND seq_id < ? "
-            "AND state IN ('done', 'failed') ORDER BY finished",
-            (target, after, clone * CLONE, (clone + 1) * CLONE),
-        ).fetchall()
 
     # -- drawn replies ----------------------------------------------------------------------------
 

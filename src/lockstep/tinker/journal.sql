@@ -8,11 +8,8 @@ CREATE TABLE IF NOT EXISTS requests (
     state TEXT NOT NULL,
     result BLOB,              -- protobuf, JSON, or the text of the error
     category TEXT,            -- of a failed one; the HTTP status of a refused one
-    finished INTEGER,         -- counts the results, in order
     UNIQUE (target, seq_id)
 );
-CREATE INDEX IF NOT EXISTS by_finished ON requests (target, finished)
-WHERE finished IS NOT NULL;
 CREATE TABLE IF NOT EXISTS drawn (  -- replies of a request, one after the other
     target TEXT NOT NULL, seq_id INTEGER NOT NULL, time REAL NOT NULL,
     prompt BLOB, lengths BLOB, ids BLOB, logprobs BLOB, versions BLOB,

@@ -155,12 +155,6 @@ class Samplers:
         if found is not None and found.state == "waiting":
             await self._futures.settle(found, TinkerError(reason))
 
-    async def retrieve_many(self, body: Value) -> dict[str, Any]:
-        """See `Futures.retrieve_many`."""
-        sampler = self.find(body["target"]["sampling_session_id"].text())
-        self._sessions.live(sampler.session)
-        return await self._futures.retrieve_many(body, sampler.id)
-
     # -- weights in memory ------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager

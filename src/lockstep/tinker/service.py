@@ -154,7 +154,6 @@ class TinkerService(Resources):
     def client_config(self, body: Value) -> dict[str, Any]:
         """Flags for clients."""
         return {
-            "sample_use_retrieve_futures": self.config.uses_retrieve_futures,
             "custom_loss_server_side": True,
             "sample_max_concurrent_requests": MAX_CONCURRENT_SAMPLES,
             # Old clients write JSON otherwise; later ones know neither.

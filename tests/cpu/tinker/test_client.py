@@ -357,15 +357,6 @@ def test_an_unpickled_sampling_client_samples(train):
     assert found[0].sequences[0].sequence_id != found[1].sequences[0].sequence_id
 
 
-def test_results_of_a_sampler_come_together(serve, client_of):
-    served = serve(uses_retrieve_futures=True)
-    train = client_of(served).create_lora_training_client("org/tiny", rank=8).result()
-    sampler = train.save_weights_and_get_sampling_client().result()
-    copy = pickle.loads(pickle.dumps(sampler))
-    futures = [each.sample(ints(1), 2, PARAMS) for each in [sampler] * 20 + [copy] * 5]
-    assert all(len(future.result().sequences) == 2 for future in futures)
-
-
 def test_too_many_samples_wait_and_are_drawn_later(serve, client_of):
     served = serve(max_pending_samples=4)
     served.backend.seconds = 0.05

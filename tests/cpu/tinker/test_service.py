@@ -1,7 +1,6 @@
 """Order, repetition and answers of single requests, as bytes on the wire."""
 
 import json
-import threading
 import time
 
 import pytest
@@ -195,34 +194,6 @@ def test_too_many_samples_are_answered_with_429(serve):
     assert wire.sample(sampler, 0)[0] == 200
 
 
-def test_completions_are_told_in_order_and_acknowledged(served, wire):
-    sampler = wire.sampler()
-    ids = [wire.sample(sampler, seq_id)[1]["request_id"] for seq_id in (0, 1, 5_000_000_000)]
-    for each in ids:
-        wire.retrieve(each)
-    target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": 0}
-    found = wire.post("retrieve_futures", target=target, prev_cursor=0)[1]
-    assert {each["request_id"] for each in found["completions"]} == set(ids[:2])
-    assert all(each["state"] == "finished" for each in found["completions"])
-    cursor = found["cursor"]
-    again = wire.post("retrieve_futures", target=target, prev_cursor=cursor, timeout=0)
-    assert again == (200, {"completions": [], "cursor": cursor})
-    clone = {**target, "cloned_sampler_id": 5}
-    found = wire.post("retrieve_futures", target=clone, prev_cursor=0)[1]
-    assert [each["request_id"] for each in found["completions"]] == ids[2:]
-    later = []
-    asking = threading.Thread(
-        target=lambda: later.append(
-            wire.post("retrieve_futures", target=target, prev_cursor=cursor)
-        )
-    )
-    asking.start()
-    time.sleep(0.1)
-    wire.sample(sampler, 2)
-    asking.join(10)
-    assert len(later[0][1]["completions"]) == 1
-
-
 # -- models and sessions --------------------------------------------------------------------------
 
 
@@ -288,7 +259,6 @@ def test_requests_that_cannot_be_executed_any_more_fail(wire):
         ("get_info", b"{}", 400, "model_id must be text"),
         ("retrieve_future", b"{}", 400, "request_id must be text"),
         ("asample", b'{"sampling_session_id": "x"}', 404, "'x' is not known"),
-        ("retrieve_futures", b'{"target": {"sampling_session_id": "x"}}', 404, "is not known"),
         ("weights_info", b'{"tinker_path": "/etc/passwd"}', 422, "is no path"),
         ("weights_info", b'{"tinker_path": "tinker://../../weights/x"}', 422, "is no path"),
         ("copy_weights", b"{}", 404, "hosted service alone"),
