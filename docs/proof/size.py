@@ -26,7 +26,7 @@ CEILINGS = {
     "run": 4_934,
     "renderers": 3_301,
     "models and ops": 8_778,
-    "engines, sync, launch": 9_162,
+    "engines, sync, launch": 9_153,
     "agent": 6_826,
     "learn: training, correction, objectives": 5_059,
     "doctor": 7_657,

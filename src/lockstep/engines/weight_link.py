@@ -34,7 +34,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -56,7 +56,7 @@ CONNECT_SECONDS = 30.0
 """Longest that a worker tries to reach the trainer."""
 WAIT_SECONDS = 600.0
 """Longest that either side waits for the other's next step."""
-LOOPBACK = "127.0.0.1"
+LOOPBACK, HOST = "127.0.0.1", torch.device("cpu")
 
 
 class WeightSender:
@@ -66,24 +66,20 @@ class WeightSender:
         self, *, num_workers: int, host: str, is_same_host: bool, is_delta: bool = False
     ) -> None:
         """host: of the server. is_same_host: whether it shares this machine's memory."""
-        has_gpu, self._device = torch.cuda.is_available(), torch.device("cpu")
-        if has_gpu:
-            self._device = torch.device("cuda", torch.cuda.current_device())
+        has_gpu = torch.cuda.is_available()
+        self._device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else HOST
         self._num_workers, self._number = num_workers, 0
-        self._here: Way = "cuda_ipc" if has_gpu else "file"
         self._size = GPU_BUCKET if has_gpu else HOST_BUCKET
-        self._way: Way = self._here if is_same_host else "broadcast"
+        shared: Way = "cuda_ipc" if has_gpu else "file"
+        self._way: Way = shared if is_same_host else "broadcast"
         self._encoder = Encoder() if is_delta else None
         self._group: Any = None
         self._buffer: Tensor | None = None
         self._file: SharedFile | None = None
         address = LOOPBACK if is_same_host else _address_towards(host)
+        limit = timedelta(seconds=WAIT_SECONDS)
         self._store = dist.TCPStore(
-            address,
-            0,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=WAIT_SECONDS),
+            address, 0, is_master=True, wait_for_workers=False, timeout=limit
         )
         self.invitation: dict[str, Any] = {
             "name": secrets.token_hex(8),
@@ -214,7 +210,7 @@ class WeightReceiver:
             self._group = _group(self._store, self._rank + 1, self._num_workers, self._backend)
         if is_broadcast or buffer is None:
             # A gloo broadcast needs memory of the host.
-            at = self._device if self._backend == "nccl" else torch.device("cpu")
+            at = self._device if self._backend == "nccl" else HOST
             buffer = torch.empty(size, dtype=torch.uint8, device=at)
         if self._decoder is not None:
             self._decoder.checksum = 0
@@ -226,8 +222,10 @@ class WeightReceiver:
             if is_broadcast:
                 self._store.set(f"{number}/ready/{at_bucket}/{self._rank}", "")
                 self._group.broadcast([buffer[: bucket["size"]]], _from_first()).wait()
-            at = torch.device("cpu") if self._decoder else self._device
-            waiting += [_Waiting(*each, device=at) for each in bucket["tensors"]]
+            at = HOST if self._decoder else self._device
+            for *what, num_bytes in bucket["tensors"]:
+                data = torch.empty(num_bytes, dtype=torch.uint8, device=at)
+                waiting.append(_Waiting(*what, data))
             used, whole = 0, list[_Waiting]()
             while waiting:
                 data = waiting[0].data
@@ -272,27 +270,20 @@ class WeightReceiver:
         return _wait(self._store, key, lambda: self._store.check(["closed"]))
 
 
-class _Waiting:
+class _Waiting(NamedTuple):
     """A tensor whose bytes arrive."""
 
-    def __init__(
-        self,
-        name: str,
-        dtype: str,
-        shape: Sequence[int],
-        changed: int | None,
-        num_bytes: int,
-        *,
-        device: torch.device,
-    ) -> None:
-        self.name, self._changed, self._shape = name, changed, shape
-        self._dtype: torch.dtype = getattr(torch, dtype)
-        self.data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    name: str
+    dtype: str
+    shape: Sequence[int]
+    changed: int | None
+    data: Tensor
 
     def tensor(self, decoder: Decoder | None) -> Tensor:
+        dtype: torch.dtype = getattr(torch, self.dtype)
         if decoder is None:
-            return self.data.view(self._dtype).reshape(list(self._shape))
-        return decoder.decode(self.name, self._dtype, self._shape, self._changed, self.data)
+            return self.data.view(dtype).reshape(list(self.shape))
+        return decoder.decode(self.name, dtype, self.shape, self.changed, self.data)
 
 
 def is_same_host(host: str) -> bool:

@@ -59,5 +59,5 @@ class LockstepWorker:
         if receiver is None or receiver.name != invitation["name"]:
             receiver = WeightReceiver(rank=self.rank, device=self.device, **invitation)
             self.lockstep_receiver = receiver
-        model = self.model_runner.get_model()
-        update_weights(model, self.vllm_config, receiver.tensors(**load))
+        tensors = receiver.tensors(**load)
+        update_weights(self.model_runner.get_model(), self.vllm_config, tensors)
