@@ -223,9 +223,9 @@ class WeightReceiver:
                 self._store.set(f"{number}/ready/{at_bucket}/{self._rank}", "")
                 self._group.broadcast([buffer[: bucket["size"]]], _from_first()).wait()
             at = HOST if self._decoder else self._device
-            for *what, num_bytes in bucket["tensors"]:
+            for name, dtype, shape, changed, num_bytes in bucket["tensors"]:
                 data = torch.empty(num_bytes, dtype=torch.uint8, device=at)
-                waiting.append(_Waiting(*what, data))
+                waiting.append(_Waiting(name, dtype, shape, changed, data))
             used, whole = 0, list[_Waiting]()
             while waiting:
                 data = waiting[0].data
