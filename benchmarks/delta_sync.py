@@ -36,11 +36,11 @@ def measure(lr: float, steps: int) -> dict[str, float]:
     """Runs in a process of its own."""
     import torch
 
-    from lockstep.engines.weight_delta import Decoder, Encoder
+    from lockstep.engines.weight_delta import DeltaDecoder, DeltaEncoder
     from lockstep.models.hf_io import hf_tensors, load_checkpoint
 
     torch.set_num_threads(1)
-    encoder, decoder = Encoder(), Decoder()
+    encoder, decoder = DeltaEncoder(), DeltaDecoder()
     sent, finding, applying = [], 0.0, 0.0
     with tempfile.TemporaryDirectory() as place:
         train_run(lr, steps, f"{place}/run")

@@ -20,7 +20,7 @@ _MASK = (1 << 64) - 1
 _CHUNK = 1 << 20
 
 
-class Encoder:
+class DeltaEncoder:
     """The sender's tensors of the last load."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Encoder:
         return (len(at), data) if 2 * len(data) <= len(whole) else (None, whole)
 
 
-class Decoder:
+class DeltaDecoder:
     """The receiver's tensors of the last load."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Decoder:
     def decode(
         self, name: str, dtype: torch.dtype, shape: Sequence[int], changed: int | None, data: Tensor
     ) -> Tensor:
-        """The tensor, on the host, from what `Encoder.encode` returned."""
+        """The tensor, on the host, from what `DeltaEncoder.encode` returned."""
         integers = INTEGERS[dtype.itemsize]
         if changed is None:
             self._held[name] = data.view(integers)

@@ -39,7 +39,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lockstep.engines.weight_delta import Decoder, Encoder
+from lockstep.engines.weight_delta import DeltaDecoder, DeltaEncoder
 from lockstep.errors import EngineError
 from lockstep.launch.shared_file import SharedFile, mapped
 
@@ -72,7 +72,7 @@ class WeightSender:
         self._size = GPU_BUCKET if has_gpu else HOST_BUCKET
         shared: Way = "cuda_ipc" if has_gpu else "file"
         self._way: Way = shared if is_same_host else "broadcast"
-        self._encoder = Encoder() if is_delta else None
+        self._encoder = DeltaEncoder() if is_delta else None
         self._group: Any = None
         self._buffer: Tensor | None = None
         self._file: SharedFile | None = None
@@ -192,7 +192,7 @@ class WeightReceiver:
         self.name = name
         self._rank, self._device = rank, device
         self._num_workers, self._backend = num_workers, backend
-        self._decoder = Decoder() if is_delta else None
+        self._decoder = DeltaDecoder() if is_delta else None
         self._group: Any = None
         limit = timedelta(seconds=CONNECT_SECONDS)
         self._store = dist.TCPStore(*address, is_master=False, timeout=limit)
@@ -279,7 +279,7 @@ class _Waiting(NamedTuple):
     changed: int | None
     data: Tensor
 
-    def tensor(self, decoder: Decoder | None) -> Tensor:
+    def tensor(self, decoder: DeltaDecoder | None) -> Tensor:
         dtype: torch.dtype = getattr(torch, self.dtype)
         if decoder is None:
             return self.data.view(dtype).reshape(list(self.shape))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lockstep.engines import weight_link
-from lockstep.engines.weight_delta import Decoder, Encoder
+from lockstep.engines.weight_delta import DeltaDecoder, DeltaEncoder
 from lockstep.engines.weight_link import WeightReceiver, WeightSender
 from lockstep.errors import EngineError
 
@@ -126,7 +126,7 @@ def test_changes_have_the_size_of_what_changed_and_are_exact(dtype):
     """Over several blocks, in random places and at the first and last item."""
     seed = torch.Generator().manual_seed(0)
     old = torch.randn(200_001, generator=seed)
-    encoder, decoder = Encoder(), Decoder()
+    encoder, decoder = DeltaEncoder(), DeltaDecoder()
     old[[5, -5]] = torch.tensor([float("nan"), -0.0])
     for num_changed in (0, 1, 2000):
         at = torch.randperm(len(old), generator=seed)[:num_changed]
