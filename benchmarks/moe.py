@@ -24,8 +24,10 @@ from measuring import Row, alone, best, in_turn, main, note, require_proc, row, 
 import torch
 
 from lockstep.models.config import ModelConfig
+from lockstep.models.layer_inputs import LayerInputs
 from lockstep.models.moe import MoE
 from lockstep.ops.base import Ops
+from lockstep.ops.context import PackedContext
 from lockstep.ops.invariant import InvariantOps, ask_for_reproducible_gemm
 
 Tensor = torch.Tensor
@@ -66,7 +68,8 @@ def make_layer(side: str) -> tuple[torch.nn.Module, Callable[[Tensor], Tensor]]:
         swiglu_limit=7.0, has_router_bias=True, has_expert_bias=True,
     )  # fmt: skip
     ours = MoE(shape, 0)
-    return ours, lambda x: ours(x, ops)
+    none = torch.empty(0)  # of rotations, which experts do not read
+    return ours, lambda x: ours(x, LayerInputs(ops, PackedContext.of([len(x)]), none, none))
 
 
 def measure(case: str, side: str, decodes: int) -> dict[str, float]:
