@@ -5,7 +5,7 @@ learning rates. The weights after each step come from the run's checkpoints; the
 the published weights, is left out, since Adam's first steps are its largest. Seconds are for
 finding and for applying the changes, on one thread. Needs `lockstep fetch smollm2-135m`.
 
-    python benchmarks/delta_sync.py [--lr LR ...] [--steps N]
+    python benchmarks/delta_sync.py [--lr LR ...] [--steps N] [--groups N]
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from measuring import Row, alone, main, note, row
 ROOT = Path(__file__).parents[1]
 
 
-def train_run(lr: float, steps: int, out: str) -> None:
+def train_run(lr: float, steps: int, groups: int, out: str) -> None:
     from lockstep.recipes import configure
     from lockstep.run.train import train
 
     sums = f"{ROOT}/examples/sums.py"
     task = ("model=smollm2-135m", f"task.path={sums}:tasks", f"task.reward={sums}:reward")
     size = ("max_tokens=128", "agent.max_turn_tokens=48", "evaluation=none", f"steps={steps}")
+    size = (*size, f"groups_per_step={groups}")
     kept = ("checkpoint.every=1", f"checkpoint.keep_last={steps}", "trainer.warmup_updates=0")
     words = [*task, *size, *kept, "dtype=bfloat16", f"trainer.lr={lr}"]
     train(configure("custom", overrides=words), out=Path(out), view="json")
 
 
-def measure(lr: float, steps: int) -> dict[str, float]:
+def measure(lr: float, steps: int, groups: int) -> dict[str, float]:
     """Runs in a process of its own."""
     import torch
 
@@ -43,7 +44,7 @@ def measure(lr: float, steps: int) -> dict[str, float]:
     encoder, decoder = DeltaEncoder(), DeltaDecoder()
     sent, finding, applying = [], 0.0, 0.0
     with tempfile.TemporaryDirectory() as place:
-        train_run(lr, steps, f"{place}/run")
+        train_run(lr, steps, groups, f"{place}/run")
         for policy in sorted(Path(place).glob("run/checkpoints/*/policy")):
             tensors = hf_tensors(load_checkpoint(policy, dtype=torch.bfloat16))
             num_bytes, finding, applying = 0, 0.0, 0.0
@@ -66,9 +67,11 @@ def measure(lr: float, steps: int) -> dict[str, float]:
     }
 
 
-def compare(*, lr: tuple[float, ...] = (1e-6, 1e-5, 1e-4), steps: int = 4) -> Iterator[Row]:
+def compare(
+    *, lr: tuple[float, ...] = (1e-6, 1e-5, 1e-4), steps: int = 4, groups: int = 8
+) -> Iterator[Row]:
     for each in lr:
-        found = alone(measure, each, steps)
+        found = alone(measure, each, steps, groups)
         note(f"lr {each:g}: {found['finding']:.2f} s to find and {found['applying']:.2f} to apply")
         whole = found["whole"] / 1e6
         how = f"learning rate {each:g}, mean of {steps - 1} updates"
@@ -76,4 +79,4 @@ def compare(*, lr: tuple[float, ...] = (1e-6, 1e-5, 1e-4), steps: int = 4) -> It
 
 
 if __name__ == "__main__":
-    main(compare, short={"lr": (1e-6,), "steps": 2})
+    main(compare, short={"lr": (1e-6,), "steps": 2, "groups": 1})
