@@ -133,6 +133,7 @@ class WeightSender:
         checksum = self._encoder.checksum if self._encoder else None
         end = {"tensors": names, "size": used, "is_last": True, "checksum": checksum}
         self._offer(bucket, end, has_failed)
+        self._store.delete_key(f"{self._number}/way")
         self._buffer = self._file = None
         self._number += 1
         return sent
@@ -161,12 +162,17 @@ class WeightSender:
             self._group.broadcast([self._buffer[: bucket["size"]]], _from_first()).wait()
         for worker in range(self._num_workers):
             self._wait(f"taken/{number}", worker, has_failed)
+        self._store.delete_key(f"{self._number}/bucket/{number}")
 
     def _set(self, step: str, value: str) -> None:
         self._store.set(f"{self._number}/{step}", value)
 
     def _wait(self, step: str, worker: int, has_failed: Callable[[], bool]) -> bytes:
-        return _wait(self._store, f"{self._number}/{step}/{worker}", has_failed)
+        """A worker's answer, which is then gone: the store lives as long as the run."""
+        key = f"{self._number}/{step}/{worker}"
+        found = _wait(self._store, key, has_failed)
+        self._store.delete_key(key)
+        return found
 
     def close(self) -> None:
         """Ends the link: a worker that still waits fails."""

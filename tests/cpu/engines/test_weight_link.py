@@ -76,7 +76,7 @@ def test_tensors_arrive_whole_in_buckets_that_are_smaller(
     ]
     whole = send(link, receivers, tensors())
     assert whole == sum(x.numel() * x.element_size() for x in tensors().values())
-    group = link._group
+    group, num_keys = link._group, link._store.num_keys()
     changed = tensors()
     changed["embedding"][7:9, 3] += 1.0
     changed["counts"][-1] = 0
@@ -84,6 +84,7 @@ def test_tensors_arrive_whole_in_buckets_that_are_smaller(
     # Of the small tensors every block has a count of 4 bytes; an item has 2 more for its place.
     assert sent == (5 * 4 + 2 * (2 + 4) + (2 + 1) if is_delta else whole)
     assert link._group is group, "made once"
+    assert link._store.num_keys() == num_keys, "a load leaves nothing in the store"
     other = changed | {"norm": torch.zeros(3), "embedding": changed["embedding"] * 2}
     assert send(link, receivers, other) >= whole // 2, "most of it changed"
     link.close()

@@ -46,6 +46,8 @@ class Guess(PrefillChunk):
 def guesses_of(rows: BatchRows, most: int) -> list[Guess]:
     """At most `most` tokens for each row that may guess: within its pages, and within its limit."""
     most = min(most, MAX_GUESSED // max(rows.num, 1))
+    if most < 1:  # else a step would loop over its rows for nothing
+        return []
     found: list[Guess] = []
     for row, sequence in enumerate(rows.sequences):
         start = int(rows.positions[row]) + 1

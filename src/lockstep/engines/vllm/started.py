@@ -86,7 +86,7 @@ def engine_arguments(
         settings["max-num-batched-tokens"] = max(CPU_STEP_TOKENS, max_tokens)
         flags += ["no-enable-chunked-prefill", "enforce-eager"]
         if has_latents(directory) and settings["dtype"] == "float32":
-            settings["attention-backend"] = "CPU_MLA"  # that for AMX takes two bytes alone
+            settings["attention-backend"] = "CPU_MLA"  # the AMX kernel reads two-byte types alone
     if wanted := config.max_adapter_rank:
         flags.append("enable-lora")
         fitting = (rank for rank in LORA_RANKS if rank >= wanted)

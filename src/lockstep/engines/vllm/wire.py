@@ -35,13 +35,7 @@ from lockstep.engines.http_wire import (
 )
 from lockstep.engines.lease import Lease
 from lockstep.engines.served import AnswerChunk, ServedEngine
-from lockstep.engines.vllm.plugin import (
-    DISTRIBUTION,
-    SCORE_FROM,
-    SEED,
-    SUPPORT,
-    check_attached,
-)
+from lockstep.engines.vllm.plugin import DISTRIBUTION, SCORE_FROM, SEED, SUPPORT, check_attached
 from lockstep.engines.vllm.started import WORKER_EXTENSION, VllmServer
 from lockstep.engines.weight_link import WeightSender, is_same_host
 from lockstep.errors import CapabilityError, EngineDownError, EngineError, ServerRefusedError
@@ -93,9 +87,6 @@ def score_settings(first: int) -> dict[str, Any]:
         "ignore_eos": True,
         "extra_args": {SCORE_FROM: first},
     }
-
-
-"""Sampling parameters of a call that scores its prompt."""
 
 
 def sampling_settings(request: Request, *, is_ours: bool) -> dict[str, Any]:
