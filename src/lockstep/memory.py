@@ -327,15 +327,15 @@ def _engine(facts: PlanFacts, engine: EmbeddedConfig, weights: int) -> Parts:
     num_pages = engine.kv_cache_tokens // engine.page_size + 1
     cache = per_token * num_pages * engine.page_size * facts.a
     if engine.resident_rows and facts.device == "cpu":
-        cache += per_token * engine.kv_cache_tokens * (4 if facts.is_invariant else facts.a)
+        cache += per_token * engine.kv_cache_tokens * facts.a
     if c.linear is not None:
         count = engine.max_num_sequences
         kept = count if engine.prefix_cache else 0
         cache += c.linear.cache_bytes(num_running=count, num_kept=kept, item=facts.a)
     packed = 0
-    if facts.is_invariant and facts.device == "cpu":
-        # A copy in MKL's layout; a bfloat16 weight is also kept in float32, since MKL reads both.
-        packed = num_elements(decoder_shapes(c)) * (4 if facts.dtype == "float32" else 8)
+    if facts.device == "cpu" and (facts.is_invariant or facts.dtype != "float16"):
+        # A copy in oneDNN's layout; under the contract in float32, where the CPU has no bfloat16.
+        packed = num_elements(decoder_shapes(c)) * (4 if facts.is_invariant else facts.a)
     if engine.share_device:
         cache = 0  # it is given back before an update
     if engine.replicas:
@@ -345,7 +345,7 @@ def _engine(facts: PlanFacts, engine: EmbeddedConfig, weights: int) -> Parts:
         return {"engines in processes of their own": count * each + in_transit}
     return {
         KV_CACHE: cache,
-        "packed weights of the contract": packed,
+        "packed weights": packed,
         "the engine's copy of the weights": weights if facts.is_sharded else 0,
     }
 
@@ -358,7 +358,8 @@ def _training(facts: PlanFacts) -> Parts:
     head and one block at work."""
     c, T, trained = facts.model, facts.T, facts.trained()
     layers = range(c.num_layers)
-    blocks = [T * kept_per_token(c, i, facts.a, is_invariant=facts.is_invariant) for i in layers]
+    how = {"is_invariant": facts.is_invariant, "device": facts.device}
+    blocks = [T * kept_per_token(c, i, facts.a, **how) for i in layers]
     at_work, kept = max(_work_bytes(facts, layer) for layer in layers), sum(blocks)
     if facts.trainer.recompute == "blocks":
         at_work += max(blocks)
@@ -385,16 +386,20 @@ def _training(facts: PlanFacts) -> Parts:
     }
 
 
-def kept_per_token(c: ModelConfig, layer: int, a: int, *, is_invariant: bool) -> int:
+def kept_per_token(
+    c: ModelConfig, layer: int, a: int, *, is_invariant: bool, device: Device = "cpu"
+) -> int:
     """Bytes per token that autograd keeps of one block until its backward."""
     D, H, G, K = c.hidden_size, c.num_heads, c.num_kv_heads, c.head_dim
     num_norms = 4 if c.norms == "both" else 2
-    # Each: its input as float32, normed, scaled.
-    norms = num_norms * D * (4 + a + (a if c.norm_weights == "plain" else 4))
+    # Each: its input, as float32 if its weight is, and its result; torch's on a GPU, which
+    # `ops.base.RmsNorm` does not replace, also what it normed.
+    wide, between = a if c.norm_weights == "plain" else 4, 4 * (device == "cuda")
+    norms = num_norms * D * (wide + a + between)
     # The fused projection, which contains the values; queries and keys as turned; the output.
     attention = (3 * H + 3 * G) * K * a + 4 * H
     if c.has_qk_norm:
-        attention += (H + G) * K * (a if a == 4 else a + 4 if c.norm_weights == "plain" else 8)
+        attention += (H + G) * K * (between + wide * (wide > a or a < between))
     if a < 4:
         attention += 2 * K * a  # the rotations in the compute dtype
     if c.has_output_gate:
@@ -405,7 +410,7 @@ def kept_per_token(c: ModelConfig, layer: int, a: int, *, is_invariant: bool) ->
             by_head = at.nope_dim + 2 * c.key_dim + at.kv_rank + at.value_dim
         else:  # queries, keys and values, and what attention returns
             by_head = 4 * max(K, at.value_dim) + at.value_dim
-        attention = H * (by_head * a + 4) + (at.query_rank + at.kv_rank) * (4 + 2 * a)
+        attention = H * (by_head * a + 4) + (at.query_rank + at.kv_rank) * (wide + a + between)
     if layer not in c.attention_layers:
         attention = _linear_kept(c, a, is_invariant=is_invariant)
     if layer in c.routed_layers:

@@ -235,10 +235,10 @@ def test_an_engine_a_reference_and_the_contract_are_in_the_plan():
     config = resolve(find_recipe("quickstart"), ["objective.kl_coef=0.1", "dtype=bfloat16"])
     found = plan_run(config, GPT_OSS, is_kept=True)
     names = set(found.parts)
-    assert {"reference policy", "KV cache", "packed weights of the contract"} <= names
+    assert {"reference policy", "KV cache", "packed weights"} <= names
     assert isinstance(config.engine, EmbeddedConfig)
     cache = 2 * 2 * 2 * 32 * 2  # keys and values, layers, key heads, head width, bytes
-    in_rows = 2 * cache * CPU_CACHE_TOKENS  # float32 under the contract
+    in_rows = cache * CPU_CACHE_TOKENS
     assert part(found, "KV cache") == cache * (CPU_CACHE_TOKENS + 128) + in_rows
     beside = plan_run(resolve(config, ["engine.replicas=1"]), GPT_OSS)
     assert part(beside, "KV cache") == 0

@@ -66,8 +66,8 @@ class Fingerprint:
     head_quantum: int = 1
     """Query rows of a key head are padded to a multiple of this in attention."""
     gemm: str = "native"
-    """native; float32: products of two-byte types are computed in float32; or bfloat16 in so many
-    rows: those by wide weights are computed in the CPU's own bfloat16."""
+    """native; float32: products of two-byte types are computed in float32; or how those by large
+    weights are computed over packed ones."""
     logprobs: str = "float32 log_softmax"
     """Function that turns logits into log-probs."""
     adapter: str = "none"

@@ -39,6 +39,7 @@ class CudaOps(GemmOps):
     key_block = SPLIT_KEYS
 
     def __init__(self) -> None:
+        super().__init__()
         self.library: dict[tuple[Any, ...], tuple[int, ...]] = {}
         """(dtype, shape of a weight) -> row counts, the largest first, where cuBLAS gave the same
         bits as the kernel; see `learn_library`."""

@@ -24,12 +24,12 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.ops import packed
 from lockstep.ops.base import (
@@ -44,6 +44,7 @@ from lockstep.ops.base import (
     rows_by_expert,
 )
 from lockstep.ops.context import KEY_BLOCK, AttentionSpec, PackedContext, PagedContext, sum_dtype
+from lockstep.ops.onednn import MANY_ROWS, packed_linear
 from lockstep.ops.paged import PagedKernel, causal_mask, paged_attention
 
 Tensor = torch.Tensor
@@ -51,13 +52,19 @@ Tensor = torch.Tensor
 QUERY_TILE = 128  # most queries that attend together: equal to the keys of a block
 LEAST_TILE = 16  # fewest: below it, extra calls cost more than scores gain by staying in a cache
 TILE_SCORES = 1 << 20  # scores held at once, 4 MiB: smaller tiles leave a second thread idle
-PACKED_ROWS = 64  # a GEMM of more rows gains nothing from packed weights
-PACKED_SIZE = 1 << 14  # nor does a weight of fewer elements
+BATCHED_ROWS = 64  # experts of more rows fill a product of their own
 BATCHED_WIDTH = 8  # narrower weights take other kernels in a batched product than in a single one
-NATIVE_ROWS = 64  # of a GEMM in the CPU's own bfloat16: other kernels have other orders
-NATIVE_WIDTH = 256  # narrower weights gain little
 LEAST_ROWS = 4  # kernels for fewer differ occasionally, even where a test finds no difference
 VECTOR = 16  # float32 numbers in a register of AVX-512, the widest
+
+
+class Packing(NamedTuple):
+    """How the GEMMs of one shape of weight run over oneDNN's layout."""
+
+    dtype: torch.dtype
+    """bfloat16 or float32: operands are cast to it."""
+    rows: int = LEAST_ROWS
+    """Rows are padded to a multiple of this. MANY_ROWS: and each call gets this many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +77,9 @@ class Rules:
     """Query rows of one key head are padded to a multiple of this in attention."""
     key_quantum: int = 16
     """Attention reads a multiple of this many keys: it fills a vector register."""
-    is_packing: bool = True
-    """GEMMs of few rows read weights that are packed once per update. They give the bits of the
-    large GEMM, and are as fast as the stock kernel for one row."""
-    native: frozenset[tuple[int, int]] = frozenset()
-    """Shapes [N, K] of bfloat16 weights whose GEMMs use the CPU's bfloat16 arithmetic, NATIVE_ROWS
-    rows at a time. The kernel of one shape has one order of sums, unless it splits them over
-    threads, as it does for large K and small N: the self-test tries each shape of a model."""
+    packed: Mapping[tuple[int, ...], Packing] = field(default_factory=dict)
+    """Shapes [N, K] of weights whose GEMMs read them packed. The self-test tries each shape of a
+    model: a kernel may split its sums over threads, as it does for large K and small N."""
 
 
 def ask_for_reproducible_gemm() -> None:
@@ -93,16 +96,11 @@ def ask_for_reproducible_gemm() -> None:
 def is_widened(dtype: torch.dtype) -> bool:
     """True if GEMMs of this dtype are computed in float32 and rounded once at the end.
 
-    Sums in float16 overflow. The kernels of CPUs with bfloat16 arithmetic (AMX) give a row other
-    bits in another batch: 1 of 4608 outputs of a GEMM of 128 by 1536. Without that arithmetic,
-    float32 is several times as fast. `Rules.native` is the exception.
+    Sums in float16 overflow. Kernels in the CPU's own bfloat16 give a row other bits in another
+    batch, and without that arithmetic float32 is several times as fast. `Rules.packed` is the
+    exception.
     """
     return dtype in (torch.bfloat16, torch.float16)
-
-
-def has_bfloat16() -> bool:
-    """True if this CPU multiplies in bfloat16 (AVX-512 or AMX) and torch has oneDNN for it."""
-    return torch.backends.mkldnn.is_available() and torch.cpu._is_avx512_bf16_supported()
 
 
 class InvariantOps(GemmOps):
@@ -113,28 +111,23 @@ class InvariantOps(GemmOps):
     key_block = KEY_BLOCK
 
     def __init__(self, rules: Rules | None = None) -> None:
+        super().__init__()
         self.rules = rules or Rules()
-        self._packed = _PackedWeights()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.rules,)
 
-    def resident_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return torch.float32  # attention computes in it: nothing is converted in each step
-
     def describe_gemm(self, dtype: torch.dtype) -> str:
-        if dtype == torch.bfloat16 and self.rules.native:
-            return f"bfloat16 in {NATIVE_ROWS} rows"
-        return "float32" if is_widened(dtype) else "native"
+        packings = sorted({(str(p.dtype), p.rows) for p in self.rules.packed.values()})
+        found = [f"{name.removeprefix('torch.')} packed in {rows} rows" for name, rows in packings]
+        return " and ".join(found) or ("float32" if is_widened(dtype) else "native")
 
     def gradient_dtype(self, dtype: torch.dtype, weight: Tensor | None = None) -> torch.dtype:
         """float32 where the forward computes in it."""
-        is_native = weight is not None and dtype == weight.dtype and self.is_native(weight)
-        return torch.float32 if is_widened(dtype) and not is_native else dtype
-
-    def is_native(self, weight: Tensor) -> bool:
-        """True if products with this weight [N, K] are computed in bfloat16."""
-        return weight.dtype == torch.bfloat16 and tuple(weight.shape) in self.rules.native
+        packing = None if weight is None or dtype != weight.dtype else self.packing_of(weight)
+        if packing is not None:
+            return packing.dtype
+        return torch.float32 if is_widened(dtype) else dtype
 
     # -- GEMMs --------------------------------------------------------------------------------
 
@@ -147,54 +140,30 @@ class InvariantOps(GemmOps):
         owner: Tensor | None = None,
         index: int = 0,
     ) -> Tensor:
-        """owner, index: the weight is slice `index` of the parameter `owner`; without an owner it
-        is a parameter itself."""
-        (M, dtype), N = (len(x_MK), x_MK.dtype), len(weight_NK)
-        if owner is None and self.is_native(weight_NK):
-            return self._native_gemm(x_MK, weight_NK, bias_N)
-        owner = weight_NK if owner is None else owner
-        if extra := -M % self.rules.row_quantum:
-            x_MK = F.pad(x_MK, (0, 0, 0, extra))
-        if (missing := _least_outputs(M + extra) - N) > 0:
-            weight_NK = F.pad(weight_NK, (0, 0, 0, missing))
-            bias_N = None if bias_N is None else F.pad(bias_N, (0, missing))
-        is_wide = is_widened(dtype)
-        if self._reads_packed(M, weight_NK, owner, is_wide or dtype == torch.float32):
-            packed, weight_NK = self._packed.of(weight_NK, owner, index)
-            if is_wide:
-                x_MK, bias_N = x_MK.float(), None if bias_N is None else bias_N.float()
-            out = torch.ops.mkl._mkl_linear(x_MK, packed, weight_NK, bias_N, len(x_MK))
-        elif is_wide:
-            bias_N = None if bias_N is None else bias_N.float()
-            out = F.linear(x_MK.float(), weight_NK.float(), bias_N)
+        """owner, index: see `PackedWeights.of`."""
+        (M, dtype), N, packing = (len(x_MK), x_MK.dtype), len(weight_NK), self.packing_of(weight_NK)
+        extra = -M % (packing.rows if packing else self.rules.row_quantum)
+        wide = packing.dtype if packing else torch.float32 if is_widened(dtype) else dtype
+        x_MK = (F.pad(x_MK, (0, 0, 0, extra)) if extra else x_MK).to(wide)
+        bias_N = None if bias_N is None else bias_N.to(wide)
+        if packing:
+            packed = self.packed.of(weight_NK, wide, owner, index)
+            parts = x_MK.split(MANY_ROWS) if packing.rows == MANY_ROWS else [x_MK]
+            outs = [packed_linear(part, packed, bias_N) for part in parts]
+            out = outs[0] if len(outs) == 1 else torch.cat(outs)
         else:
-            out = F.linear(x_MK, weight_NK, bias_N)
-        if is_wide:
-            out = out.to(dtype)
-        return out[:M, :N] if extra or missing > 0 else out
+            if (missing := _least_outputs(M + extra) - N) > 0:
+                weight_NK = F.pad(weight_NK, (0, 0, 0, missing))
+                bias_N = None if bias_N is None else F.pad(bias_N, (0, missing))
+            out = F.linear(x_MK, weight_NK.to(wide), bias_N)
+        return out[:M, :N].to(dtype)
 
-    def _native_gemm(self, x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-        M, rows = len(x_MK), NATIVE_ROWS
-        is_kept = torch.is_inference_mode_enabled() and not weight_NK.is_inference()
-        pack = self._packed.native if is_kept else torch.ops.mkldnn._reorder_linear_weight
-        packed = pack(weight_NK, rows)
-        parts = [
-            torch.ops.mkldnn._linear_pointwise(part, packed, bias_N, "none", [], "")
-            for part in F.pad(x_MK, (0, 0, 0, -M % rows)).split(rows)
-        ]
-        return torch.cat(parts)[:M] if parts else x_MK.new_empty(0, len(weight_NK))
-
-    def _reads_packed(self, num_rows: int, weight: Tensor, owner: Tensor, is_float32: bool) -> bool:
-        # Only a sampler runs in inference mode: for a trainer's few rows, packing does not pay, nor
-        # for a weight that was itself made in this call.
-        return (
-            num_rows <= PACKED_ROWS
-            and is_float32
-            and self.rules.is_packing
-            and weight.numel() >= PACKED_SIZE
-            and torch.is_inference_mode_enabled()
-            and not owner.is_inference()
-        )
+    def packing_of(self, weight_NK: Tensor) -> Packing | None:
+        """How products with this weight are packed; None if they are not."""
+        packing = self.rules.packed.get(tuple(weight_NK.shape))
+        if packing is not None and weight_NK.dtype == torch.float32:
+            return packing._replace(dtype=torch.float32)
+        return packing
 
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
         rows = x.shape[1]
@@ -206,21 +175,16 @@ class InvariantOps(GemmOps):
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Counts
     ) -> Tensor:
         x_RK, weight_ENK, bias_EN, counts = x, weight, bias, on_host(tokens_per_expert)
-        rows, (E, N, K), is_wide = counts[0], weight_ENK.shape, is_widened(x_RK.dtype)
-        is_even = 0 < rows <= PACKED_ROWS and counts.count(rows) == E
-        # A packed weight is made wide once, a batch of them in each call.
-        is_batched = min(N, K) >= BATCHED_WIDTH and not (is_wide and N * K >= PACKED_SIZE)
+        rows, (E, N, K) = counts[0], weight_ENK.shape
+        wide = torch.float32 if is_widened(x_RK.dtype) else x_RK.dtype
+        is_even = 0 < rows <= BATCHED_ROWS and counts.count(rows) == E
+        is_batched = min(N, K) >= BATCHED_WIDTH and (N, K) not in self.rules.packed
         if is_even and is_batched and N >= VECTOR:
-            x_EMK = x_RK.view(E, rows, K)
-            if extra := -rows % self.rules.row_quantum:
-                x_EMK = F.pad(x_EMK, (0, 0, 0, extra))
-            if is_wide:
-                x_EMK, weight_ENK = x_EMK.float(), weight_ENK.float()
-                bias_EN = None if bias_EN is None else bias_EN.float()
-            bias_E1N = None if bias_EN is None else bias_EN[:, None]
-            out = _product(x_EMK, weight_ENK.transpose(1, 2), added=bias_E1N)
-            out_RN = out[:, :rows].reshape(len(x_RK), N)
-            return out_RN.to(x_RK.dtype) if is_wide else out_RN
+            x_EMK = F.pad(x_RK.view(E, rows, K), (0, 0, 0, -rows % self.rules.row_quantum))
+            bias_E1N = None if bias_EN is None else bias_EN[:, None].to(wide)
+            weight_EKN = weight_ENK.transpose(1, 2).to(wide)
+            out = _product(x_EMK.to(wide), weight_EKN, added=bias_E1N)
+            return out[:, :rows].reshape(len(x_RK), N).to(x_RK.dtype)
         out = x_RK.new_empty(len(x_RK), N)
         for expert, part in rows_by_expert(counts):
             of_expert = None if bias_EN is None else bias_EN[expert]
@@ -236,12 +200,6 @@ class InvariantOps(GemmOps):
         for slot in range(1, out.shape[1]):
             total = total + out[:, slot] * weights[:, slot, None]
         return total
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if weight.dtype != x.dtype:
-            return super().rms_norm(x, weight, eps)
-        normed = F.rms_norm(x.float(), weight.shape[-1:], None, eps)
-        return weight * normed.to(x.dtype)
 
     def swiglu(self, gate_up: Tensor, *, alpha: float = 1.0, limit: float | None = None) -> Tensor:
         if torch.is_grad_enabled():
@@ -272,39 +230,6 @@ class InvariantOps(GemmOps):
         rules = self.rules
         kernel = PagedKernel(_attend, KEY_BLOCK, rules.key_quantum, rules.head_quantum)
         return paged_attention(q.float() * spec.scale, k, v, spec, context, kernel).to(q.dtype)
-
-
-class _PackedWeights:
-    """Each weight in MKL's own layout, made once per version of the weight (`Tensor._version`).
-
-    After an optimizer that does not count its writes, the version must be incremented, as the
-    embedded engine's `load_weights` does.
-    """
-
-    def __init__(self) -> None:
-        self._of: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-    def of(self, weight: Tensor, owner: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        """(packed weight, its float32 source)."""
-        packs, key = self._packs(owner), (index, len(weight))  # padded by the number of threads
-        if key not in packs:
-            wide = weight.detach().float()
-            packs[key] = torch.ops.mkl._mkl_reorder_linear_weight(wide, PACKED_ROWS), wide
-        return packs[key]
-
-    def native(self, weight: Tensor, rows: int) -> Tensor:
-        """The weight for products of this many rows."""
-        packs = self._packs(weight)
-        if rows not in packs:
-            packs[rows] = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), rows)
-        return packs[rows]
-
-    def _packs(self, owner: Tensor) -> dict[Any, Any]:
-        """What was made of the weight's present version."""
-        entry = self._of.get(owner)
-        if entry is None or entry[0] != owner._version:
-            entry = self._of[owner] = (owner._version, {})
-        return entry[1]
 
 
 def _least_outputs(num_rows: int) -> int:

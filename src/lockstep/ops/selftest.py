@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from lockstep.ops import onednn
 from lockstep.ops.base import Ops
 from lockstep.ops.chunks import States, StateStep
 from lockstep.ops.context import (
@@ -37,11 +38,17 @@ from lockstep.ops.context import (
     PagedContext,
 )
 from lockstep.ops.contract import CHUNK, COVERED_DTYPES, Fingerprint
-from lockstep.ops.invariant import NATIVE_WIDTH, InvariantOps, Rules, has_bfloat16
+from lockstep.ops.invariant import InvariantOps, Packing, Rules
 
 Tensor = torch.Tensor
 
 LARGEST_QUANTUM = 32
+PACKINGS = (
+    Packing(torch.bfloat16),
+    Packing(torch.bfloat16, onednn.MANY_ROWS),
+    Packing(torch.float32),
+)
+"""Ways to pack a weight, the fastest first."""
 ROW_COUNTS = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 17, 31, 33, 64, 65, 127)
 MANY_ROWS = 2048  # as in a packed batch; tried where it costs little
 MANY_ROWS_MULTIPLIES = {False: 1 << 30, True: 1 << 42}
@@ -128,10 +135,8 @@ def prove(model: Any, *, ops: Ops | None = None) -> Proof:
 def _ops_of(model: Any) -> Ops:
     weight = model.head
     if weight.device.type == "cpu":
-        if weight.dtype != torch.bfloat16 or not has_bfloat16():
-            return InvariantOps()
-        shapes = [(*p.shape,) for p in (weight, *model.parameters())]
-        return InvariantOps(Rules(native=native_shapes(shapes)))
+        shapes = [(*p.shape[-2:],) for p in (weight, *model.parameters())]
+        return InvariantOps(Rules(packed=find_packings(shapes, weight.dtype)))
     from lockstep.ops.cuda import CudaOps
 
     return CudaOps()
@@ -142,10 +147,8 @@ def _change_rules(ops: Ops, failed: str) -> bool:
     if not isinstance(ops, InvariantOps):
         return failed in PRODUCTS and ops.take_one_tile()
     rules = ops.rules
-    if rules.native and failed in ("linear", "packed weights"):
-        rules = replace(rules, native=frozenset())
-    elif failed == "packed weights":
-        rules = replace(rules, is_packing=False)
+    if rules.packed and failed in PRODUCTS:
+        rules = replace(rules, packed={})
     elif failed == "attention" and rules.key_quantum < KEY_BLOCK:
         rules = replace(rules, key_quantum=KEY_BLOCK)
     elif failed in ("attention", "delta_rule"):
@@ -272,26 +275,34 @@ def adapter_failure(
     return _first_failure(ops, calls)[1]
 
 
-def native_shapes(shapes: Iterable[tuple[int, ...]]) -> frozenset[tuple[int, int]]:
-    """Shapes [N, K] of weights whose products in the CPU's own bfloat16 are invariant."""
-    found: set[tuple[int, int]] = set()
-    for shape in dict.fromkeys(shapes):
-        if len(shape) == 2 and min(shape) >= NATIVE_WIDTH:
-            ops = InvariantOps(Rules(native=frozenset([shape])))
-            call = _Call("linear", _cancelling(sum(ROW_LENGTHS), *shape), {})
-            found |= set() if any(_row_checks(ops, call)) else {shape}
-    return frozenset(found)
+def find_packings(
+    shapes: Iterable[tuple[int, ...]], dtype: torch.dtype
+) -> dict[tuple[int, ...], Packing]:
+    """How the GEMMs of weights of these shapes [N, K] and this dtype may read them packed: the
+    first of `PACKINGS` that is invariant. Shapes for which none is are left out."""
+    is_native = dtype == torch.bfloat16 and onednn.has_bfloat16()
+    usable = [p for p in PACKINGS if is_native or p.dtype == torch.float32]
+
+    def is_invariant(shape: tuple[int, ...], packing: Packing) -> bool:
+        call = _Call("linear", _cancelling(sum(ROW_LENGTHS), *shape, packing.dtype), {})
+        return not any(_row_checks(InvariantOps(Rules(packed={shape: packing})), call))
+
+    wide = filter(onednn.is_packable, dict.fromkeys(shapes))
+    found = {s: next((p for p in usable if is_invariant(s, p)), None) for s in wide}
+    return {shape: packing for shape, packing in found.items() if packing is not None}
 
 
-def _cancelling(num_rows: int, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
-    """x [T, K] and a weight [N, K], bfloat16. Each term of x W^T has its negative at another place
-    of the sum, and terms differ by powers of two: what is left is the sum's own rounding, which
-    results in bfloat16 would hide otherwise."""
+def _cancelling(
+    num_rows: int, outputs: int, inputs: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """x [T, K] and a weight [N, K]. Each term of x W^T has its negative at another place of the
+    sum, and terms differ by powers of two: what is left is the sum's own rounding, which results
+    in bfloat16 would hide otherwise."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(rows: int) -> Tensor:
         power = torch.randint(-6, 7, (rows, inputs // 2), generator=generator)
-        return torch.randn(rows, inputs // 2, generator=generator).ldexp(power).bfloat16()
+        return torch.randn(rows, inputs // 2, generator=generator).ldexp(power).to(dtype)
 
     place = torch.randperm(inputs, generator=generator)
     half, least = draw(num_rows), draw(min(outputs, 1024))
@@ -360,12 +371,12 @@ def _row_checks(ops: Ops, call: _Call) -> Iterator[str]:
 
 
 def _twice(op: str, run: Callable[[], list[Tensor]], expected: list[Tensor]) -> Iterator[str]:
-    """Compares a call with what is expected, then a call that may read packed weights."""
+    """Compares a call, and one in a sampler's inference mode, with what is expected."""
     part = run()
     yield "" if _same(part, expected) else op
     with torch.inference_mode():
         fed = run()
-    yield "" if _same(fed, part) else "packed weights"
+    yield "" if _same(fed, part) else op
 
 
 def _alone(call: _Call, run: Callable[[], list[Tensor]], full: list[Tensor]) -> Iterator[str]:

@@ -7,7 +7,7 @@ from cpu.engines.engine_models import make_model
 from lockstep.ops import selftest
 from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext
-from lockstep.ops.invariant import InvariantOps, Rules
+from lockstep.ops.invariant import InvariantOps, Packing, Rules
 from lockstep.ops.selftest import fingerprint, first_failure, prove
 
 FEW = 6  # rows that a defect below notices
@@ -84,12 +84,12 @@ def test_packed_weights_that_give_other_bits_are_not_used():
     class OtherPacking(InvariantOps):
         def linear(self, x, weight, bias=None):
             out = super().linear(x, weight, bias)
-            is_fed = torch.is_inference_mode_enabled() and self.rules.is_packing
+            is_fed = torch.is_inference_mode_enabled() and self.rules.packed
             return torch.nextafter(out, torch.full_like(out, torch.inf)) if is_fed else out
 
-    backend = OtherPacking()
+    backend = OtherPacking(Rules(packed={(320, 512): Packing(torch.float32)}))
     assert prove(make_model(), ops=backend).is_kept
-    assert backend.rules == Rules(is_packing=False)
+    assert backend.rules == Rules()
 
 
 def test_rows_that_share_tokens_are_compared_with_rows_by_themselves():
