@@ -24,8 +24,8 @@ Tensor = torch.Tensor
 IntArray = npt.NDArray[np.int64]
 
 MOST_PADDED_ROWS = 64
-"""Groups of at most this many rows are padded to one size, so that one batched product does all. It
-is what `ops.invariant` reads packed weights for: more rows fill a product of their own."""
+"""Groups of at most this many rows are padded to one size, so that one batched product does all:
+more rows fill a product of their own."""
 
 ROW_QUANTUM = 4  # rows that `ops.invariant` would pad each product to, one by one
 

@@ -47,12 +47,7 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(c.num_heads)) if c.has_sinks else None
 
     def forward(
-        self,
-        x_TD: Tensor,
-        at: LayerInputs,
-        *,
-        norm: Tensor | None = None,
-        output_norm: Tensor | None = None,
+        self, x_TD: Tensor, at: LayerInputs, norm: Tensor | None, output_norm: Tensor | None
     ) -> Tensor:
         """x + attention of the normed x; output_norm: norm of the attention's output."""
         ops, qkv = at.ops, self.qkv_proj.of_norm(x_TD, norm, self.eps, at)

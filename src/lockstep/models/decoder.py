@@ -68,19 +68,15 @@ class Block(nn.Module):
         return self._run(x_TD, at)
 
     def _run(self, x_TD: Tensor, at: LayerInputs) -> tuple[Tensor, list[Tensor]]:
+        around_attention = self.input_norm, self.attention_output_norm
+        around_mlp = self.post_attention_norm, self.mlp_output_norm
         before, after, before_mlp, after_mlp = (
             None if weight is None else norm_scale(weight, self.norm_weights)
-            for weight in (
-                self.input_norm,
-                self.attention_output_norm,
-                self.post_attention_norm,
-                self.mlp_output_norm,
-            )
+            for weight in (*around_attention, *around_mlp)
         )
-        x_TD = self.attention(x_TD, at, norm=before, output_norm=after)
+        x_TD = self.attention(x_TD, at, before, after)
         if not self.is_routed:
-            norms = {"norm": before_mlp, "output_norm": after_mlp}
-            return self.mlp(x_TD, at, eps=self.eps, **norms), []
+            return self.mlp(x_TD, at, eps=self.eps, norm=before_mlp, output_norm=after_mlp), []
         ops, routing = at.ops, at.routing
         out_TD = x_TD if before_mlp is None else ops.rms_norm(x_TD, before_mlp, self.eps)
         out_TD = self.mlp(out_TD, at)

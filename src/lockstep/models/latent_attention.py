@@ -67,12 +67,7 @@ class LatentAttention(nn.Module):
         self.o_proj = Projection(H * latent.value_dim, D, bias=bias)
 
     def forward(
-        self,
-        x_TD: Tensor,
-        inputs: LayerInputs,
-        *,
-        norm: Tensor | None = None,
-        output_norm: Tensor | None = None,
+        self, x_TD: Tensor, inputs: LayerInputs, norm: Tensor | None, output_norm: Tensor | None
     ) -> Tensor:
         """As `Attention.forward`."""
         at, H, T = self.latent, self.num_heads, len(x_TD)

@@ -37,12 +37,7 @@ class LinearAttention(nn.Module):
         self.out_proj = Projection(at.value_width, c.hidden_size, bias=False)
 
     def forward(
-        self,
-        x_TD: Tensor,
-        inputs: LayerInputs,
-        *,
-        norm: Tensor | None = None,
-        output_norm: Tensor | None = None,
+        self, x_TD: Tensor, inputs: LayerInputs, norm: Tensor | None, output_norm: Tensor | None
     ) -> Tensor:
         """As `Attention.forward`; positions are known by the order of tokens alone."""
         at, T, wide = self.shape, len(x_TD), sum_dtype(x_TD.dtype)

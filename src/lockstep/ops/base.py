@@ -85,11 +85,6 @@ class Ops:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()  # made anew in the other process, where it may be unavailable
 
-    def resident_dtype(self, dtype: torch.dtype) -> torch.dtype | None:
-        """Dtype of an engine's second, contiguous copy of the running rows' keys and values
-        (`ResidentRows`); None if attention reads pages alone. dtype: the model's."""
-        return dtype
-
     def reads_work(self, device: torch.device) -> bool:
         """True if these ops read the layout of rows on the device: `AttentionWork` in place of
         padded blocks, tensors of counts in place of lists."""

@@ -66,9 +66,6 @@ class CudaOps(GemmOps):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (), {"tiles": self.tiles, "library": self.library}
 
-    def resident_dtype(self, dtype: torch.dtype) -> None:
-        return None  # the kernel reads pages where they lie
-
     def reads_work(self, device: torch.device) -> bool:
         return True
 

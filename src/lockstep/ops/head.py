@@ -57,8 +57,10 @@ class LogProbs(torch.autograd.Function):
         # A single chunk is no larger than what one tile takes in backward anyway: keep it.
         is_kept = rows >= T and (needs_hidden or needs_weight)
         kept = hidden.new_empty(T, V, dtype=torch.float32) if is_kept else None
+        # Without a gradient, ops keep what they pack of it as long as it lives: for all chunks.
+        fixed = weight if torch.is_inference_mode_enabled() else weight.detach()
         for part in _steps(T, rows):
-            logits = ops.linear(hidden[part], weight)[:, :V]
+            logits = ops.linear(hidden[part], fixed)[:, :V]
             choices = None if support is None else support.mask(part, V)
             for block in _blocks(logits):
                 here = slice(part.start + block.start, part.start + block.stop)

@@ -154,7 +154,7 @@ def _resident_rows(
             for cache in planes_of(rows)
         ]
     for (places, _), new in zip(views, (k_BGD, v_BGD), strict=False):
-        places.index_copy_(0, rows.write_index, new.reshape(-1, D).to(places.dtype))
+        places.index_copy_(0, rows.write_index, new.reshape(-1, D))
     return views[0][1], views[-1][1]
 
 

@@ -27,7 +27,7 @@ class Dependent(InvariantOps):
 
     def __getattribute__(self, name):
         function = super().__getattribute__(name)
-        if name.startswith("_") or name in ("op", "cured_by", "rules", "name", "resident_dtype"):
+        if name.startswith("_") or name in ("op", "cured_by", "rules", "name"):
             return function
         if name != self.op:
             return function

@@ -114,11 +114,8 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         self._cache = _make_cache(model, config)
         self.max_tokens = min(shape.max_positions, self._cache.num_pages * config.page_size)
         self._resident = None
-        dtype = model.ops.resident_dtype(model.embedding.dtype)
-        if config.resident_rows and dtype is not None and not model.ops.reads_work(device):
-            self._resident = ResidentCache(
-                self._cache, max_tokens=config.kv_cache_tokens, dtype=dtype
-            )
+        if config.resident_rows and not model.ops.reads_work(device):
+            self._resident = ResidentCache(self._cache, max_tokens=config.kv_cache_tokens)
         self._rows = BatchRows(config.max_num_sequences, self.max_tokens, config.page_size)
         self._graphs = None
         if make_capture is None and device.type == "cuda" and config.cuda_graphs:

@@ -90,8 +90,8 @@ class ResidentCache:
     the next step. Not used where it would take more than `max_tokens` places.
     """
 
-    def __init__(self, cache: PagedCache, *, max_tokens: int, dtype: torch.dtype) -> None:
-        self._cache, self._max_tokens, self._dtype = cache, max_tokens, dtype
+    def __init__(self, cache: PagedCache, *, max_tokens: int) -> None:
+        self._cache, self._max_tokens = cache, max_tokens
         self.first_places = np.zeros((0, 0), np.int64)
         """[num_rows, G]: first place of each row's keys, by head, in a layer."""
         self.drop()
@@ -108,12 +108,11 @@ class ResidentCache:
         if num_rows * length > self._max_tokens:
             self.drop()
             return None
-        layers, groups, _, _, width = self._cache.keys.shape
-        shape = (layers, num_rows, groups, length, width)
-        device = self._cache.keys.device
-        self.keys = zeros_on_demand(shape, self._dtype, device)
-        has_values = self._cache.has_values
-        self.values = zeros_on_demand(shape, self._dtype, device) if has_values else self.keys
+        paged, has_values = self._cache.keys, self._cache.has_values
+        layers, groups, _, _, width = paged.shape
+        like = (layers, num_rows, groups, length, width), paged.dtype, paged.device
+        self.keys = zeros_on_demand(*like)
+        self.values = zeros_on_demand(*like) if has_values else self.keys
         self.num_rows, self.length = num_rows, length
         self.first_places = np.arange(num_rows * groups).reshape(num_rows, groups) * length
         self._memo = {}
