@@ -305,12 +305,12 @@ def _own_queries(context: PackedContext) -> Iterator[tuple[Piece, Tensor]]:
                 break
             chosen.append(row)
         del waiting[: len(chosen)]
+        begin = int(starts[chosen].min())
         index = np.stack([np.pad(rows[i], (0, longest - lengths[i]), mode="edge") for i in chosen])
-        place = np.arange(longest)
+        place = np.arange(begin, longest)
         is_own = (place >= starts[chosen, None]) & (place < lengths[chosen, None])
         index_BL = torch.from_numpy(index).to(context.device)
-        is_own_BQ = torch.from_numpy(is_own[:, begin:]).to(context.device)
-        yield Piece.of(index_BL[:, begin:], is_own_BQ), index_BL
+        yield Piece.of(index_BL[:, begin:], torch.from_numpy(is_own).to(context.device)), index_BL
 
 
 def attend(
