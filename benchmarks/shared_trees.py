@@ -7,15 +7,16 @@ Three shapes of a batch, for a Qwen3 of 2 layers and width 512 in float32, on on
     group     16 replies of 256 tokens to one prompt of 2,048
     session   12 turns of 96 sampled and 96 read tokens, and 4 branches of 3 turns each that leave
               it after turns 3, 6, 9 and 11: 5 rows
-    tau2      12 calls of a customer's session: 4,000 tokens of instructions and tools, then in turn
-              80 of the customer and 200 of a tool, each with what is kept of the reply before. A
-              reply has 230 tokens; the next prompt leaves its thinking out. So each call is a row
-              that branches off: 59,640 tokens, 8,240 distinct
+    tau2      12 calls of a customer service agent. The first prompt is 4,000 tokens of instructions
+              and tools; later prompts add 80 tokens after the customer spoke, or 200 after a tool
+              answered, the kept part of the reply before included. A reply has 230 tokens. Its
+              thinking is missing from the next prompt, so each call is a row that branches off:
+              59,640 tokens, 8,240 distinct
 
-tau2 is one of tau2-bench's published sessions (its leaderboard, airline, Claude Sonnet 4.5, task
-12: ten calls with prompts of 5,718 to 9,035 of that model's tokens and replies of 151 to 672), in
-tokens that are 0.7 as many, with less read from tools and two calls more: AReaL-DTA (arXiv
-2602.00482) trains such trees.
+The model for tau2 is a published session of tau2-bench (its leaderboard: airline, Claude Sonnet
+4.5, task 12). That session has ten calls. In its model's tokens, prompts grow from 5,718 to 9,035
+and replies have 151 to 672. Here a token counts 0.7, tools answer more briefly, and there are two
+calls more. AReaL-DTA (arXiv 2602.00482) trains such trees.
 
 A pass is the forward and backward of all rows, of the sampled tokens' log-probs. The sides:
 
@@ -26,9 +27,9 @@ A pass is the forward and backward of all rows, of the sampled tokens' log-probs
     TRL         transformers' model over padded rows, log-probs of the sampled part alone (TRL's
                 logits_to_keep)
 
-A micro-batch has as many tokens as 1 or 2 of the longest rows (ours: 2 or 4); each side has the
-faster of both, and in tau2 the smaller. The multiplications of a pass are counted as well. Sides
-are processes of their own that take turns; time is the median of all turns in processor seconds,
+A micro-batch holds the tokens of 1 or 2 longest rows (ours: 2 or 4). Each side has the faster of
+both sizes, in tau2 the smaller one. The multiplications of a pass are counted too. Sides are
+processes of their own that take turns; time is the median of all turns in processor seconds,
 memory the largest peak above the memory before. --scale divides the tokens of a prompt, reply or
 turn. No GPU kernel of the peers runs here: the sides differ in the tokens that they compute, by
 torch's attention on a CPU.
