@@ -412,15 +412,15 @@ def kept_per_token(
             by_head = 4 * max(K, at.value_dim) + at.value_dim
         attention = H * (by_head * a + 4) + (at.query_rank + at.kv_rank) * (wide + a + between)
     if layer not in c.attention_layers:
-        attention = _linear_kept(c, a, is_invariant=is_invariant)
+        attention = _linear_kept(c, a)
     if layer in c.routed_layers:
         # Routes and the router's outputs; the experts are computed again.
         routes = c.num_active_experts * (8 + 2 * a) + c.num_experts * a
-        return norms + attention + routes + (3 if is_invariant else 4) * c.shared_width * a
-    return norms + attention + (3 if is_invariant else 4) * _mlp_width(c) * a
+        return norms + attention + routes + 3 * c.shared_width * a
+    return norms + attention + 3 * _mlp_width(c) * a
 
 
-def _linear_kept(c: ModelConfig, a: int, *, is_invariant: bool) -> int:
+def _linear_kept(c: ModelConfig, a: int) -> int:
     """Bytes per token that a layer of linear attention keeps."""
     at = c.linear
     assert at is not None, "the layer has one"
@@ -429,7 +429,7 @@ def _linear_kept(c: ModelConfig, a: int, *, is_invariant: bool) -> int:
     conv = at.channels * (24 + (4 if a == 4 else 0))
     # Queries and keys of unit length, cut into chunks; values, writes and states.
     rule = keys * (4 if a == 4 else 8) + 8 * values + 4 * at.state_size // CHUNK
-    gated = values * (3 if a == 4 else 4) * 4 + (0 if is_invariant else 4 * values)
+    gated = values * (3 if a == 4 else 4) * 4
     return conv + rule + gated + values * a + 40 * at.value_heads
 
 

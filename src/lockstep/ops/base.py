@@ -282,12 +282,17 @@ class Ops:
         alpha, limit: of gpt-oss' activation, (clamp(up) + 1) * g * sigmoid(alpha * g) with
         g = min(gate, limit) and up between -limit and limit.
         """
-        if limit is None:
-            gate, up = gate_up.chunk(2, -1)
-            return F.silu(gate) * up
         if torch.is_grad_enabled():
-            return Activation.apply(gate_up, alpha, limit, _swiglu_clamped)
-        return _swiglu_clamped(gate_up, alpha, limit)
+            return Activation.apply(gate_up, alpha, limit, self._swiglu)
+        return self._swiglu(gate_up, alpha, limit)
+
+    @staticmethod
+    def _swiglu(gate_up: Tensor, alpha: float, limit: float | None) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        if limit is None:
+            return F.silu(gate) * up
+        gate = gate.clamp(max=limit)
+        return (up.clamp(-limit, limit) + 1) * (gate * torch.sigmoid(gate * alpha))
 
     def geglu(self, gate_up: Tensor) -> Tensor:
         """gelu(gate) * up of gate_up [..., 2F] = [gate, up] -> [..., F], gelu in its tanh form."""
@@ -557,12 +562,6 @@ def _is_grouped(x: Tensor, weight: Tensor) -> bool:
     if x.device.type == "cpu" or x.dtype != torch.bfloat16:
         return False
     return weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
-
-
-def _swiglu_clamped(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-    gate, up = gate_up.chunk(2, -1)
-    gate = gate.clamp(max=limit)
-    return (up.clamp(-limit, limit) + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

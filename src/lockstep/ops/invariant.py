@@ -36,7 +36,6 @@ from lockstep.ops.base import (
     ACTIVATION_CHUNK,
     GELU_CUBIC,
     GELU_SLOPE,
-    Activation,
     Counts,
     GemmOps,
     activation_chunks,
@@ -201,10 +200,14 @@ class InvariantOps(GemmOps):
             total = total + out[:, slot] * weights[:, slot, None]
         return total
 
-    def swiglu(self, gate_up: Tensor, *, alpha: float = 1.0, limit: float | None = None) -> Tensor:
-        if torch.is_grad_enabled():
-            return Activation.apply(gate_up, alpha, limit, _activate)
-        return _activate(gate_up, alpha, limit)
+    @staticmethod
+    def _swiglu(gate_up: Tensor, alpha: float, limit: float | None) -> Tensor:
+        if gate_up.numel() <= 2 * ACTIVATION_CHUNK:
+            return _gate(gate_up, alpha, limit)
+        out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+        for part in activation_chunks(gate_up):
+            out[part] = _gate(gate_up[part], alpha, limit)
+        return out
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return _Sigmoid.apply(x.to(sum_dtype(x.dtype)))  # pyright: ignore[reportReturnType]
@@ -260,15 +263,6 @@ def _product(x: Tensor, y: Tensor, *, added: Tensor | None = None) -> Tensor:
         added = added.reshape(2, M // 2, N)
     halves = x.reshape(2, M // 2, K)
     return _product(halves, y.expand(2, -1, -1), added=added).view(1, M, N)
-
-
-def _activate(gate_up: Tensor, alpha: float, limit: float | None) -> Tensor:
-    if gate_up.numel() <= 2 * ACTIVATION_CHUNK:
-        return _gate(gate_up, alpha, limit)
-    out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    for part in activation_chunks(gate_up):
-        out[part] = _gate(gate_up[part], alpha, limit)
-    return out
 
 
 def _gate(gate_up: Tensor, alpha: float, limit: float | None) -> Tensor:

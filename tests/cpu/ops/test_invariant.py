@@ -455,7 +455,8 @@ class OneCache:
             torch.full((1, G, len(order), page_size, D), 1e4, dtype=inputs[1].dtype) for _ in "kv"
         ]
         room = math.ceil((max(lengths) + 1) / 384) * 384
-        self.resident = [torch.full((1, len(lengths), G, room, D), -1e4) for _ in "kv"]
+        shape, dtype = (1, len(lengths), G, room, D), inputs[1].dtype
+        self.resident = [torch.full(shape, -1e4, dtype=dtype) for _ in "kv"]
         self.done = [0] * len(lengths)
 
     def step(self, backend, sizes, window, *, is_resident):
@@ -523,9 +524,8 @@ class OneCache:
             for cache, room in zip(self.caches, self.resident, strict=True):
                 at = torch.arange(self.done[r])
                 flat = cache[0].flatten(1, 2)
-                room[0, rank, :, : self.done[r]] = flat[
-                    :, self.table[r, at // self.size] * self.size + at % self.size
-                ].float()
+                places = self.table[r, at // self.size] * self.size + at % self.size
+                room[0, rank, :, : self.done[r]] = flat[:, places]
         G, room = keys.shape[2:4]
         first = (torch.arange(len(rows))[:, None] * G + torch.arange(G)) * room
         write = first + torch.tensor([self.done[r] for r in rows])[:, None]
