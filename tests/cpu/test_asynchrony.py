@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from quickstarts import quickstart_with
 
 from lockstep.agent.loop import Budget, RolloutOptions, collect, training_sampling
 from lockstep.agent.turns import Policy
-from lockstep.config import resolve
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.envs.docsearch.config import DocSearchConfig
@@ -27,7 +27,6 @@ from lockstep.models.hf_io import load_checkpoint
 from lockstep.models.locate import locate_model
 from lockstep.observe.metrics import find_metric
 from lockstep.ops.context import PackedContext
-from lockstep.recipes import find_recipe
 from lockstep.run.build import build
 from lockstep.run.preflight import preflight
 from lockstep.run.train import train
@@ -88,7 +87,7 @@ def rows_of(path):
 
 
 def config_of(*settings, **watched):
-    config = resolve(find_recipe("quickstart"), (*SMALL, *settings))
+    config = quickstart_with(*SMALL, *settings)
     return replace(config, task=WatchedConfig(**watched))
 
 

@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 from full_counts import PROOF
+from quickstarts import SHORT
 from run_rows import timed_rows, without_time
 
 from lockstep.cli import BAD_INPUT, OK, main
@@ -18,9 +19,7 @@ from lockstep.recipes.registry import RECIPES
 from lockstep.store.metrics import read_rows
 from lockstep.store.run import load_run
 
-SMALL = [
-    "steps=2", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=4", "checkpoint.every=1",
-]  # fmt: skip
+SMALL = (*SHORT, "steps=2", "evaluation.num_tasks=4", "checkpoint.every=1")
 VERBS = (
     "train", "sft", "eval", "report", "doctor", "replay", "render", "export", "recipes",
 )  # fmt: skip

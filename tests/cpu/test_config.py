@@ -6,10 +6,11 @@ import re
 from typing import Literal, get_args, get_type_hints
 
 import pytest
+from quickstarts import quickstart_with
 
 from lockstep import config as C
 from lockstep.cli import COMMANDS, main
-from lockstep.config import choices, flatten, resolve, to_dict
+from lockstep.config import choices, flatten, to_dict
 from lockstep.correction.config import Correction
 from lockstep.engines.config import EmbeddedConfig as EmbeddedEngine
 from lockstep.engines.config import VllmConfig
@@ -225,7 +226,7 @@ def test_help_shows_one_section_and_asks_for_another(capsys):
 
 def test_every_hint_leads_to_a_setting():
     """A name in the table of other libraries' words that Lockstep has lost would mislead."""
-    config = resolve(find_recipe("quickstart"), ["lora.rank=4", "engine=vllm"])
+    config = quickstart_with("lora.rank=4", "engine=vllm")
     known = [*to_dict(config), *flatten(to_dict(config)), "out", "resume"]
     meant = [*SETTINGS.values(), *WHOLE.values()]
     paths = {re.split(r"[:=]", text)[0] for text in meant}

@@ -14,9 +14,8 @@ from cpu.training.tiny_training import (
     set_rollout,
     snapshot,
 )  # fmt: skip
-from run_rows import timed_rows
+from quickstarts import SHORT, quickstart_with, run_with
 
-from lockstep.config import resolve
 from lockstep.correction.config import Correction
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.engines.registry import make_engine
@@ -26,32 +25,22 @@ from lockstep.ops.base import Ops
 from lockstep.ops.contract import Fingerprint, check_rows, check_same
 from lockstep.ops.invariant import InvariantOps
 from lockstep.ops.selftest import fingerprint
-from lockstep.recipes import find_recipe
 from lockstep.run.build import build
 from lockstep.run.preflight import preflight
-from lockstep.run.train import train
 from lockstep.store.run import load_run
 from lockstep.testing.engines import FakeEngine
-from lockstep.testing.faults import injected, split_faults
 from lockstep.types import Request, SamplingParams
 
-SMALL = [
-    "steps=2", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=2",
-    "evaluation.at_start=false",
-]  # fmt: skip
+SMALL = (*SHORT, "steps=2", "evaluation.at_start=false")
 MINE = Fingerprint(ops="invariant", dtype="float32", device="cpu", key_block=128, row_quantum=4)
 
 
 def run(path, *overrides):
-    settings, faults = split_faults([*SMALL, *overrides])
-    with injected(*faults):
-        train(resolve(find_recipe("quickstart"), settings), out=path, view="json")
-    rows = timed_rows(path)
-    return [row for row in rows if "train/loss" in row]
+    return [row for row in run_with(path, *SMALL, *overrides).metrics if "train/loss" in row]
 
 
 def numerics_of(*overrides):
-    config = resolve(find_recipe("quickstart"), [*SMALL, *overrides])
+    config = quickstart_with(*SMALL, *overrides)
     return build(config, preflight(config)).numerics
 
 
@@ -134,7 +123,7 @@ def with_engine(config, **changes):
 
 
 def test_an_engine_that_cannot_tell_its_numerics_goes_on_without_under_auto():
-    config = with_engine(resolve(find_recipe("quickstart"), SMALL))
+    config = with_engine(quickstart_with(*SMALL))
     parts = build(config, preflight(config))
     assert not parts.numerics.is_kept and parts.trainer.contract is None
     assert "engine fake cannot keep it: it does not say" in parts.numerics.line
@@ -142,7 +131,7 @@ def test_an_engine_that_cannot_tell_its_numerics_goes_on_without_under_auto():
 
 
 def test_an_engine_that_cannot_tell_its_numerics_is_refused_by_name():
-    config = with_engine(resolve(find_recipe("quickstart"), [*SMALL, "contract=true-on-policy"]))
+    config = with_engine(quickstart_with(*SMALL, "contract=true-on-policy"))
     with pytest.raises(ConfigError, match=r"engine .* cannot keep it: .*no fingerprint"):
         build(config, preflight(config))
 
@@ -161,7 +150,7 @@ def test_auto_does_not_stop_a_run_that_is_broken_on_purpose(tmp_path):
 def test_tokens_drawn_from_an_unrecorded_support_are_outside_of_the_contract():
     cut = ["agent.top_k=8", "agent.record_support=false"]
     assert "agent.top_k=8" in numerics_of(*cut).line
-    config = resolve(find_recipe("quickstart"), [*SMALL, *cut, "contract=true-on-policy"])
+    config = quickstart_with(*SMALL, *cut, "contract=true-on-policy")
     with pytest.raises(ConfigError, match=r"agent\.record_support=true"):
         preflight(config)
     assert numerics_of("agent.top_k=8").is_kept
@@ -339,7 +328,7 @@ def test_two_runs_with_two_contracts_in_one_process_keep_their_numbers(tmp_path)
         return [np.concatenate([delta.logprobs for delta in deltas]) for deltas in found]
 
     def built(contract):
-        config = resolve(find_recipe("quickstart"), [*SMALL, f"contract={contract}"])
+        config = quickstart_with(*SMALL, f"contract={contract}")
         return build(config, preflight(config))
 
     async def interleaved(first, second):

@@ -7,6 +7,7 @@ import urllib.request
 import numpy as np
 import pytest
 import torch
+from quickstarts import SHORT
 from run_rows import rows_of
 
 from lockstep.cli import BAD_INPUT, OK, main
@@ -19,10 +20,7 @@ from lockstep.models.peft_format import BASE, CONFIG, WEIGHTS, read_shape
 from lockstep.models.peft_io import load_adapter
 from lockstep.ops.context import PackedContext
 
-SMALL = [
-    "steps=2", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=2", "checkpoint.every=1",
-    "trainer.lr=1e-2",
-]  # fmt: skip
+SMALL = (*SHORT, "steps=2", "checkpoint.every=1", "trainer.lr=1e-2")
 
 
 def lockstep(*words, capsys=None):

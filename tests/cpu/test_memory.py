@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from quickstarts import quickstart_with
 from tiny_configs import tiny_config
 
 from lockstep import model_server
@@ -232,7 +233,7 @@ def test_state_is_counted_to_the_byte():
 
 
 def test_an_engine_a_reference_and_the_contract_are_in_the_plan():
-    config = resolve(find_recipe("quickstart"), ["objective.kl_coef=0.1", "dtype=bfloat16"])
+    config = quickstart_with("objective.kl_coef=0.1", "dtype=bfloat16")
     found = plan_run(config, GPT_OSS, is_kept=True)
     names = set(found.parts)
     assert {"reference policy", "KV cache", "packed weights"} <= names
@@ -243,7 +244,7 @@ def test_an_engine_a_reference_and_the_contract_are_in_the_plan():
     beside = plan_run(resolve(config, ["engine.replicas=1"]), GPT_OSS)
     assert part(beside, "KV cache") == 0
     assert part(beside, "engines in processes of their own") > part(found, "KV cache")
-    critic = resolve(find_recipe("quickstart"), ["advantage=gae"])
+    critic = quickstart_with("advantage=gae")
     found = plan_run(critic, GPT_OSS)
     assert {"critic's weights", "critic's AdamW moments"} <= set(found.parts)
     frozen = resolve(critic, ["critic.freeze=body.*"])
@@ -271,7 +272,7 @@ def test_an_engine_is_sized_for_what_the_plan_leaves_of_a_gpu():
     token_bytes = 2 * 2 * 2 * 32 * 2  # keys and values, layers, key heads, head width, bytes
 
     def sized(*settings):
-        config = resolve(find_recipe("quickstart"), ["device=cuda", "max_tokens=500", *settings])
+        config = quickstart_with("device=cuda", "max_tokens=500", *settings)
         return config, sized_engine(config, files, "cuda")
 
     config, roomy = sized("memory_limit_gib=8")
@@ -304,7 +305,7 @@ def test_vllm_on_the_trainers_gpu_gets_the_share_that_the_plan_leaves(monkeypatc
 
     def sized(*settings):
         own = ["device=cuda", "engine=vllm", "memory_limit_gib=8", *settings]
-        config = resolve(find_recipe("quickstart"), own)
+        config = quickstart_with(*own)
         return config, sized_engine(config, files, "cuda").memory_share
 
     config, share = sized("engine.share_device=true")
@@ -346,7 +347,7 @@ def test_an_engine_that_has_a_gpu_alone_takes_nine_tenths_of_what_is_free(monkey
 
 def test_a_card_too_small_is_refused_with_the_settings_that_help(monkeypatch):
     """The other process on the card is named too: tests/cpu/launch/test_gpu.py."""
-    config = resolve(find_recipe("quickstart"), ["device=cuda"])
+    config = quickstart_with("device=cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB // 4, GIB // 4))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
@@ -366,7 +367,7 @@ def test_ranks_divide_state_and_tokens_and_the_engine_has_a_copy():
     halved = plan_memory(facts(wide, num_ranks=2, sequence=2, max_update_tokens=1 << 20))
     assert part(halved, "activations") == part(one, "activations") // 2
     assert part(halved, "gradients") == part(one, "gradients")
-    config = resolve(find_recipe("quickstart"), ["parallel.processes=2"])
+    config = quickstart_with("parallel.processes=2")
     found = plan_run(config, GPT_OSS)
     assert "of each of 2 processes" in found.describe()
     assert part(found, "the engine's copy of the weights") > 0
@@ -394,7 +395,7 @@ def test_an_adapter_on_gpt_oss_20b_with_a_long_row_is_planned():
 def test_a_plan_that_exceeds_memory_is_refused_with_the_parts_and_the_settings(capsys):
     settings = ["memory_limit_gib=0.25", "dtype=float32"]
     with pytest.raises(ConfigError) as error:
-        preflight(resolve(find_recipe("quickstart"), settings))
+        preflight(quickstart_with(*settings))
     text = str(error.value)
     assert "there are 0.25 GiB (memory_limit_gib=0.25)" in text and "The largest parts: " in text
     assert "GiB (less with trainer.recompute=blocks or a smaller" in text

@@ -3,9 +3,10 @@
 import json
 
 import pytest
+from quickstarts import quickstart_with
 
 from lockstep.cli import main
-from lockstep.config import differences, resolve, to_dict
+from lockstep.config import differences, to_dict
 from lockstep.errors import ConfigError
 from lockstep.objectives.config import CISPO, GRPO, GSPO, PPOClip
 from lockstep.recipes import find_recipe, with_method
@@ -36,7 +37,7 @@ def test_a_method_sets_what_its_paper_sets_and_nothing_else(name):
 
 
 def test_dapo_draws_ten_batches_at_most_and_punishes_the_last_fifth_of_tokens():
-    before = resolve(find_recipe("quickstart"), ["max_tokens=1000", "groups_per_step=64"])
+    before = quickstart_with("max_tokens=1000", "groups_per_step=64")
     signal = with_method(before, "dapo").signal
     assert (signal.max_extra_tasks, signal.length_penalty_tokens) == (576, 200)
 

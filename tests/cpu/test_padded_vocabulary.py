@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from quickstarts import AT_END, SHORT, run_with
 from safetensors.torch import load_file, save_file
 
 from lockstep.config import resolve
@@ -26,10 +27,7 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.store.run import load_run
 from lockstep.types import Message, Ragged, Request, SamplingParams
 
-SMALL = [
-    "steps=2", "groups_per_step=3", "group_size=4", "evaluation.num_tasks=2",
-    "evaluation.num_samples=1", "evaluation.at_start=false", "checkpoint.every=1",
-]  # fmt: skip
+SMALL = (*SHORT, *AT_END, "steps=2", "groups_per_step=3", "checkpoint.every=1")
 NUM_PADDING = 37  # an odd number of columns: no row of logits is aligned
 
 
@@ -55,9 +53,7 @@ def seeded(seed):
 
 
 def run_of(model, path, *overrides):
-    config = resolve(find_recipe("quickstart"), [f"model={model}", *SMALL, *overrides])
-    train(config, out=path, view="json")
-    return load_run(path)
+    return run_with(path, f"model={model}", *SMALL, *overrides)
 
 
 def steps_of(run):
@@ -95,9 +91,8 @@ def test_rows_of_padding_keep_their_weights_and_a_resumed_run_goes_on(padded, tm
     before, after = (load_checkpoint(place).head for place in (padded, last))
     assert torch.equal(before[-NUM_PADDING:], after[-NUM_PADDING:])
     assert not torch.equal(before[:-NUM_PADDING], after[:-NUM_PADDING])
-    config = resolve(find_recipe("quickstart"), [f"model={padded}", *SMALL, "steps=3"])
-    train(config, out=run.path, resume=True, view="json")
-    assert len(steps_of(load_run(run.path))) == 3
+    again = run_with(run.path, f"model={padded}", *SMALL, "steps=3", resume=True)
+    assert len(steps_of(again)) == 3
 
 
 @pytest.mark.parametrize("signal", ["sampled", "top_k", "full"])

@@ -4,30 +4,21 @@ where they do not."""
 from dataclasses import dataclass
 
 import pytest
-from run_rows import timed_rows
+from quickstarts import AT_END, SHORT, quickstart_with, run_with
 
 from lockstep.config import resolve
 from lockstep.engines.config import EngineConfig
 from lockstep.errors import ConfigError
-from lockstep.recipes import find_recipe, find_supervised_recipe
+from lockstep.recipes import find_supervised_recipe
 from lockstep.run.preflight import plan, preflight
-from lockstep.run.train import train
 from lockstep.store.run import load_run
-from lockstep.testing.faults import injected, split_faults
 
-SMALL = [
-    "steps=2", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=1",
-    "evaluation.num_samples=1", "evaluation.at_start=false", "seed=3", "trainer.warmup_updates=0",
-]  # fmt: skip
+SMALL = (*SHORT, *AT_END, "steps=2", "evaluation.num_tasks=1", "seed=3", "trainer.warmup_updates=0")
 
 
 def rows_of(path, *overrides):
     """The metrics of both steps."""
-    settings, faults = split_faults([*SMALL, *overrides])
-    with injected(*faults):
-        train(resolve(find_recipe("quickstart"), settings), out=path, view="json")
-    rows = timed_rows(path)
-    return [row for row in rows if "mismatch/k3" in row]
+    return [row for row in run_with(path, *SMALL, *overrides).metrics if "mismatch/k3" in row]
 
 
 def test_under_the_contract_replay_is_the_identity(tmp_path):
@@ -82,7 +73,7 @@ class NoRoutes(EngineConfig):
 )
 def test_replay_of_what_cannot_be_is_refused_before_a_model_is_loaded(overrides, text):
     with pytest.raises(ConfigError, match=text):
-        preflight(resolve(find_recipe("quickstart"), overrides))
+        preflight(quickstart_with(*overrides))
 
 
 def test_supervised_training_has_no_routes_to_replay():
@@ -92,7 +83,7 @@ def test_supervised_training_has_no_routes_to_replay():
 
 def test_the_plan_says_whether_a_replay_needs_a_second_pass():
     def update(replay):
-        config = resolve(find_recipe("quickstart"), [f"trainer.routing_replay={replay}"])
+        config = quickstart_with(f"trainer.routing_replay={replay}")
         (line,) = [text for text in plan(config, preflight(config)) if text.startswith("update")]
         return line
 

@@ -16,13 +16,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from quickstarts import quickstart_with
 
 from lockstep.cli import main
-from lockstep.config import resolve, to_dict
+from lockstep.config import to_dict
 from lockstep.errors import ConfigError, LockstepError, RunError
 from lockstep.model_server import BackgroundServer, SessionStore, find_served
 from lockstep.models.locate import locate_model
-from lockstep.recipes import find_recipe
 from lockstep.run_config import ServeConfig
 from lockstep.store.run import RunDirectory, load_run
 from lockstep.types import Trajectory
@@ -140,9 +140,8 @@ def test_the_curl_command_of_the_docs_gets_a_reply():
 
 
 def test_a_run_is_served_with_its_checkpoint_and_its_sampling(tmp_path: Path):
-    config = resolve(
-        find_recipe("quickstart"),
-        ["model=tiny-qwen3", "agent.temperature=0.7", "agent.max_turn_tokens=33", "max_tokens=99"],
+    config = quickstart_with(
+        "model=tiny-qwen3", "agent.temperature=0.7", "agent.max_turn_tokens=33", "max_tokens=99"
     )
     run = tmp_path / "run"
     with RunDirectory.create(run, to_dict(config)):

@@ -17,9 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
-
-from lockstep.config import resolve
-from lockstep.recipes import find_recipe
+from quickstarts import quickstart_with
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -96,7 +94,7 @@ def test_every_setting_that_stands_beside_a_peers_setting_is_one():
             needed["objective.max_divergence"] = "objective=dppo"
             needed["distill."] = "distill.teacher.model=tiny-gpt-oss"
             given = [more for name, more in needed.items() if name in span] + given
-            resolve(find_recipe("quickstart"), given)
+            quickstart_with(*given)
             tried += 1
     assert tried > 50
 

@@ -1,24 +1,17 @@
 """A step of a real run with top-k or top-p: exact where the support is recorded, told where not."""
 
 import pytest
-from run_rows import timed_rows
+from quickstarts import AT_END, SHORT, quickstart_with, run_with
 
-from lockstep.config import resolve
 from lockstep.errors import ConfigError
-from lockstep.recipes import find_recipe
 from lockstep.run.preflight import preflight
-from lockstep.run.train import train
 
-SMALL = [
-    "steps=1", "groups_per_step=3", "group_size=4", "evaluation.num_tasks=2",
-    "evaluation.num_samples=1", "evaluation.at_start=false",
-]  # fmt: skip
+SMALL = (*SHORT, *AT_END, "steps=1", "groups_per_step=3")
 
 
 def first_row(path, *overrides):
     """The metrics row of the step."""
-    train(resolve(find_recipe("quickstart"), [*SMALL, *overrides]), out=path, view="json")
-    rows = timed_rows(path)
+    rows = run_with(path, *SMALL, *overrides).metrics
     return next(row for row in rows if "mismatch/k3" in row)
 
 
@@ -40,7 +33,7 @@ def test_sampler_and_trainer_agree_over_the_recorded_support(tmp_path, filters):
 def test_averaged_log_probs_of_truncated_tokens_are_refused_before_a_model_is_loaded():
     settings = ["agent.top_k=8", "correction.behaviour=averaged"]
     with pytest.raises(ConfigError, match=r"behaviour=averaged.*agent\.top_p=1 "):
-        preflight(resolve(find_recipe("quickstart"), settings))
+        preflight(quickstart_with(*settings))
 
 
 def test_a_run_that_does_not_truncate_says_nothing_of_a_support(tmp_path):

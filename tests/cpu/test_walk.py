@@ -5,11 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from quickstarts import quickstart_with
 
 import lockstep
-from lockstep.config import resolve
 from lockstep.objectives.losses import TokenBatch, TokenLoss
-from lockstep.recipes import find_recipe
 from lockstep.run.train import train
 from lockstep.training.packing import PackedBatch
 from lockstep.types import Sample, Segment
@@ -61,7 +60,7 @@ def step(tmp_path_factory):
         "steps=1", "groups_per_step=2", "group_size=2", "evaluation.at_start=false",
         "evaluation.num_tasks=2", "evaluation.num_samples=1", "evaluation.greedy=false",
     ]  # fmt: skip
-    config = resolve(find_recipe("quickstart"), settings)
+    config = quickstart_with(*settings)
     sys.setprofile(look)
     try:
         train(config, out=tmp_path_factory.mktemp("walk") / "run", view="json")

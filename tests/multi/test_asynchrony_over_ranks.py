@@ -1,7 +1,7 @@
 """Sampling ahead on two processes, each with its own engine and its share of every batch."""
 
-from lockstep.config import resolve
-from lockstep.recipes import find_recipe
+from quickstarts import quickstart_with
+
 from lockstep.run.train import train
 from lockstep.store.run import load_run
 
@@ -12,7 +12,7 @@ def test_two_processes_sample_ahead_and_train_every_batch_once(tmp_path):
         "evaluation.num_tasks=1", "evaluation.greedy=false", "evaluation.every=2",
         "checkpoint.every=2", "parallel.timeout_seconds=100",
     )  # fmt: skip
-    config = resolve(find_recipe("quickstart"), settings)
+    config = quickstart_with(*settings)
     outcome = train(config, out=tmp_path / "run", view="json")
     assert outcome.status == "done"
     run, source = load_run(outcome.path), config.task.tasks(split="train", seed=config.seed)

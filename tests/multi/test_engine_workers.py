@@ -7,10 +7,9 @@ import sys
 import time
 
 import pytest
+from quickstarts import quickstart_with
 
-from lockstep.config import resolve
 from lockstep.errors import ConfigError
-from lockstep.recipes import find_recipe
 from lockstep.run.preflight import preflight
 from lockstep.run.train import train
 from lockstep.store.metrics import read_rows
@@ -28,7 +27,7 @@ CACHED = {"tokens/cached", "tokens/prefilled", "episode/cached"}  # each engine 
 
 
 def run(path, *settings):
-    train(resolve(find_recipe("quickstart"), (*SMALL, *settings)), out=path, view="json")
+    train(quickstart_with(*SMALL, *settings), out=path, view="json")
     return load_run(path)
 
 
@@ -56,7 +55,7 @@ def test_a_run_sampled_by_two_other_processes_is_the_run_of_one_under_the_contra
 
 
 def test_a_fault_of_the_engine_inside_is_refused_for_engines_of_other_processes():
-    config = resolve(find_recipe("quickstart"), ["engine.replicas=1"])
+    config = quickstart_with("engine.replicas=1")
     with (
         injected(KernelNoise(std=0.1)),
         pytest.raises(ConfigError, match=r"engine\.replicas=0"),

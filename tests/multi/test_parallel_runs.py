@@ -11,11 +11,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from full_counts import PROOF
+from quickstarts import quickstart_with
 
 from lockstep.agent.buffer import deal_tasks
 from lockstep.cli import main
-from lockstep.config import from_dict, resolve
-from lockstep.recipes import find_recipe
+from lockstep.config import from_dict
 from lockstep.run.train import train
 from lockstep.run_config import Config
 from lockstep.store.metrics import read_rows
@@ -39,7 +39,7 @@ ADDED = {"tokens/cached", "tokens/prefilled", "episode/cached"}  # each engine h
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "alone"
-    train(resolve(find_recipe("quickstart"), SMALL), out=path, view="json")
+    train(quickstart_with(*SMALL), out=path, view="json")
     return load_run(path)
 
 
@@ -54,7 +54,7 @@ def logprobs_of(run, step):
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_two_processes_make_the_run_of_one(alone, arm, tmp_path):
-    config = resolve(find_recipe("quickstart"), (*SMALL, "parallel.processes=2", *ARMS[arm]))
+    config = quickstart_with(*SMALL, "parallel.processes=2", *ARMS[arm])
     outcome = train(config, out=tmp_path / "run", view="json")
     found = load_run(outcome.path)
     assert outcome.status == "done" and found.environment["processes"] == 2
@@ -82,7 +82,7 @@ def test_a_teacher_tells_two_processes_what_it_tells_one(signal, tmp_path):
     )  # fmt: skip
     found = []
     for name, more in (("one", ()), ("two", ("parallel.processes=2",))):
-        config = resolve(find_recipe("quickstart"), (*settings, *more))
+        config = quickstart_with(*settings, *more)
         found.append(load_run(train(config, out=tmp_path / name, view="json").path).metrics)
     names = {"distill/kl", "train/loss", "train/grad_norm", "reward/mean"}
     names |= {"train/teacher_kl"} if signal == "top_k" else set()
@@ -100,7 +100,7 @@ def test_two_processes_replace_the_silent_groups_that_one_replaces(tmp_path):
     )  # fmt: skip
     found = []
     for name, more in (("one", ()), ("two", ("parallel.processes=2",))):
-        config = resolve(find_recipe("quickstart"), (*settings, *more))
+        config = quickstart_with(*settings, *more)
         found.append(load_run(train(config, out=tmp_path / name, view="json").path))
     names = {
         "signal/replaced", "signal/missing", "tokens/sampled", "tokens/replaced", "episodes/total",

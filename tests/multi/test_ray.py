@@ -6,11 +6,10 @@ import threading
 import time
 
 import pytest
+from quickstarts import quickstart_with
 
-from lockstep.config import resolve
 from lockstep.errors import ConfigError, RankError
 from lockstep.launch.config import RayPlacement
-from lockstep.recipes import find_recipe
 from lockstep.run.train import train
 from lockstep.store.metrics import read_rows
 from lockstep.store.run import load_run
@@ -76,7 +75,7 @@ ENGINES, RANKS = "lockstep.engines.worker_engine:serve", "lockstep.launch.ray:ru
 
 def test_a_run_outlives_a_killed_engine_and_ends_with_ctrl_c(cluster, tmp_path, capfd):
     path = tmp_path / "run"
-    config = resolve(find_recipe("quickstart"), (*SMALL, "engine.replicas=2", *EAGER))
+    config = quickstart_with(*SMALL, "engine.replicas=2", *EAGER)
     killed = []
 
     def kill():
@@ -113,7 +112,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(cluster, tmp_path):
 
     after(path, lambda row: row["step"] >= 0, kill)
     with pytest.raises(RankError, match=r"rank 1\b.*[\d.]+.*rank 1\b.*\d+"):
-        train(resolve(find_recipe("quickstart"), SMALL), out=path, view="json")
+        train(quickstart_with(*SMALL), out=path, view="json")
     assert not processes_of(RANKS)
     assert len(load_run(path).metrics) >= 1
     deadline = time.monotonic() + 30
@@ -124,7 +123,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(cluster, tmp_path):
 
 def test_a_cluster_without_room_says_what_it_has(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(RayPlacement, "wait_seconds", 1.0)
-    config = resolve(find_recipe("quickstart"), (*SMALL, "placement.trainer_cpus=64"))
+    config = quickstart_with(*SMALL, "placement.trainer_cpus=64")
     with pytest.raises(ConfigError, match=r"64.*\b1\b.*{'CPU': 4\b"):
         train(config, out=tmp_path / "run", view="json")
     assert not (tmp_path / "run").exists()

@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 import torch
 from playing import all_groups
+from quickstarts import quickstart_with
 from test_agent_loop import ANSWER, RENDERER, Looks, calls_then_answers
 
 from lockstep.agent.loop import Budget, RolloutOptions, collect, training_sampling
 from lockstep.agent.rescoring import RESCORING_PRIORITY, Rescorer
 from lockstep.agent.turns import Policy
-from lockstep.config import resolve
 from lockstep.correction.averaging import average_logprobs
 from lockstep.errors import EngineError
 from lockstep.objectives.config import GRPO
-from lockstep.recipes import find_recipe
 from lockstep.run.build import build
 from lockstep.run.preflight import preflight
 from lockstep.testing.engines import FakeEngine
@@ -274,7 +273,7 @@ def test_no_episode_is_scored_to_nothing():
 
 def quickstart(*, num_scorings):
     """The first batch of the quickstart under the contract, as bytes; its rows and metrics."""
-    config = resolve(find_recipe("quickstart"), ["contract=true-on-policy"])
+    config = quickstart_with("contract=true-on-policy")
     parts = build(config, preflight(config))
 
     async def sample():

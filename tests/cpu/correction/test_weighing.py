@@ -5,12 +5,11 @@ import re
 
 import pytest
 import torch
+from quickstarts import quickstart_with
 
-from lockstep.config import resolve
 from lockstep.correction import Correction, Layout, Rule, TokenFacts, correct, weigh
 from lockstep.correction.weighing import merged
 from lockstep.errors import AlignmentError
-from lockstep.recipes import find_recipe
 
 NAN, INF = math.nan, math.inf
 
@@ -541,7 +540,7 @@ def test_the_largest_weight_of_a_sequence_is_told_though_all_are_rejected():
 )
 def test_the_rejection_of_mis_follows_its_level(level, aggregation, low, high):
     words = ["correction=mis", f"correction.level={level}"]
-    by_name = resolve(find_recipe("quickstart"), words).correction
+    by_name = quickstart_with(*words).correction
     assert by_name == Correction.mis(level=level)
     rule = by_name.rules[0]
     assert (rule.aggregation, rule.low, rule.high) == (aggregation, low, high)
@@ -551,6 +550,6 @@ def test_the_rejection_of_mis_follows_its_level(level, aggregation, low, high):
 def test_vetoes_have_names_on_the_command_line():
     rules = 'correction.reject=["veto_ratio", {"stat": "ratio", "aggregation": "level"}]'
     words = ["correction=tis", "correction.level=geometric", rules]
-    veto, ratio = resolve(find_recipe("quickstart"), words).correction.rules
+    veto, ratio = quickstart_with(*words).correction.rules
     assert veto == Rule.veto_ratio()
     assert (ratio.low, ratio.high) == (0.999, 1.001)

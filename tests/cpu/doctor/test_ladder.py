@@ -3,21 +3,20 @@
 import json
 
 import pytest
+from quickstarts import quickstart_with
 
 from lockstep.cli import main
-from lockstep.config import resolve
 from lockstep.doctor.gap import Gap
 from lockstep.doctor.ladder import Ladder, Rung, climb
 from lockstep.errors import DataError
 from lockstep.observe.alarms import mismatch_alarm
-from lockstep.recipes import find_recipe
 from lockstep.testing.faults import injected
 from lockstep.testing.faults.rows import ShiftedLogprobs
 from lockstep.testing.faults.sides import IgnoredSinks
 
 
 def quickstart(*settings):
-    return resolve(find_recipe("quickstart"), ["contract=none", *settings])
+    return quickstart_with("contract=none", *settings)
 
 
 def rung(name, k2, *, is_what_if=False):

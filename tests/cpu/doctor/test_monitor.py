@@ -5,30 +5,26 @@ import sys
 from pathlib import Path
 
 import pytest
+from quickstarts import ONCE, SHORT, quickstart_with
 
 import lockstep
 from lockstep import diagnose
 from lockstep.cli import main
-from lockstep.config import resolve
 from lockstep.doctor.ladder import climb
 from lockstep.doctor.monitor import train
 from lockstep.errors import ConfigError
-from lockstep.recipes import find_recipe
 from lockstep.testing.faults import injected, split_faults
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "proof"))
 import doctor_faults  # noqa: F401 - its faults are known to --fault
 
-SMALL = (
-    "steps=2", "groups_per_step=2", "group_size=6", "evaluation.num_tasks=1",
-    "evaluation.greedy=false", "evaluation.at_start=false",
-)  # fmt: skip
+SMALL = (*SHORT, *ONCE, "steps=2", "group_size=6", "evaluation.num_tasks=1")
 
 
 def run(path, *overrides):
     settings, faults = split_faults([*SMALL, *overrides])
     with injected(*faults):
-        return train(resolve(find_recipe("quickstart"), settings), out=path)
+        return train(quickstart_with(*settings), out=path)
 
 
 def causes_of(row):
@@ -113,7 +109,7 @@ def test_a_history_that_was_rendered_anew_is_named_by_the_run_and_by_its_ladder(
     assert main(["doctor", str(path)]) == 1
     assert "1. rerendered" in capsys.readouterr().out
     with injected(*split_faults(["--fault=rerendered_history"])[1]):
-        ladder = climb(resolve(find_recipe("quickstart"), ["contract=none"]), num_episodes=6)
+        ladder = climb(quickstart_with("contract=none"), num_episodes=6)
     [culprit] = ladder.culprits
     assert culprit.causes[0] == "rerendered" and culprit.match < 0.9
     assert "of the sampled tokens are still in their places" in ladder.verdict
@@ -164,4 +160,4 @@ def test_log_probs_of_a_later_update_are_not_taken_for_those_before_it(tmp_path)
 
 def test_a_number_of_rows_below_0_is_refused():
     with pytest.raises(ConfigError, match=r"doctor\.rows=-1.*\b0\b"):
-        resolve(find_recipe("quickstart"), ["doctor.rows=-1"])
+        quickstart_with("doctor.rows=-1")

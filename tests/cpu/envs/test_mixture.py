@@ -5,6 +5,7 @@ import json
 from dataclasses import dataclass
 
 import pytest
+from quickstarts import quickstart_with
 
 from lockstep import config as C
 from lockstep.agent.config import AgentConfig
@@ -13,7 +14,6 @@ from lockstep.agent.task_config import TaskConfig
 from lockstep.agent.tasks import GeneratedSource, TaskSource
 from lockstep.envs.mixture import MixtureConfig
 from lockstep.errors import ConfigError, DataError
-from lockstep.recipes import find_recipe
 from lockstep.run.preflight import preflight
 from lockstep.run.step_metrics import step_metrics
 from lockstep.types import Group, Message, Task, Trajectory
@@ -83,7 +83,7 @@ class CountingConfig(TaskConfig):
 
 
 def mixture(*overrides):
-    return C.resolve(find_recipe("quickstart"), ["task=mixture", *overrides]).task
+    return quickstart_with("task=mixture", *overrides).task
 
 
 def test_parts_and_weights_are_given_on_the_command_line():
@@ -106,9 +106,8 @@ def test_parts_and_weights_are_given_on_the_command_line():
 
 
 def test_the_file_form_of_a_mixture_reads_back_equal():
-    config = C.resolve(
-        find_recipe("quickstart"),
-        ["task=mixture", "task.parts.docs=docsearch", "task.parts.docs.max_calls=2"],
+    config = quickstart_with(
+        "task=mixture", "task.parts.docs=docsearch", "task.parts.docs.max_calls=2"
     )
     tree = C.to_dict(config)
     assert tree["task"]["parts"]["docs"]["type"] == "docsearch"
@@ -173,11 +172,9 @@ def test_the_first_task_of_each_part_is_tried_before_a_model_is_loaded():
     none = MixtureConfig(parts={"a": CountingConfig(num_held_out=0)})
     with pytest.raises(ConfigError, match=r"task\.parts\.a.*'eval'"):
         none.first_tasks(split="eval", seed=0)
-    config = C.resolve(
-        find_recipe("quickstart"),
-        ["task=mixture", "task.parts.docs=docsearch", "task.parts.many=docsearch",
-         "task.parts.many.instructions=" + "Search well. " * 200, "task.weights.many=1e-9"],
-    )  # fmt: skip
+    long = f"task.parts.many.instructions={'Search well. ' * 200}"
+    parts = ("task.parts.docs=docsearch", "task.parts.many=docsearch", "task.weights.many=1e-9")
+    config = quickstart_with("task=mixture", *parts, long)
     with pytest.raises(ConfigError, match="no row fits"):
         preflight(config)
 
@@ -223,9 +220,8 @@ def test_what_the_parts_share_is_ended_with_the_mixture():
 
 
 def test_a_part_with_a_weight_is_taken_out_with_it():
-    config = C.resolve(
-        find_recipe("quickstart"),
-        ["task=mixture", "task.parts.a=docsearch", "task.parts.b=docsearch", "task.weights.a=3"],
+    config = quickstart_with(
+        "task=mixture", "task.parts.a=docsearch", "task.parts.b=docsearch", "task.weights.a=3"
     )
     with pytest.raises(ConfigError, match=r"weights\.a=none"):
         C.resolve(config, ["task.parts.a=none"])

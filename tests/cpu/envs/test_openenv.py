@@ -18,12 +18,11 @@ import pytest
 from aiohttp import WSMsgType, web
 from loopback import LoopbackServer
 from playing import play_turns
+from quickstarts import quickstart_with
 
-from lockstep import config as C
 from lockstep.agent.config import AgentConfig
 from lockstep.envs.openenv import OpenEnvConfig
 from lockstep.errors import ConfigError, ServerUnreachableError, ToolServerError
-from lockstep.recipes import find_recipe
 from lockstep.types import Message, Task, ToolCall
 
 AGENT = AgentConfig()
@@ -282,9 +281,7 @@ def test_a_server_that_is_not_there_is_named():
 
 
 def test_splits_draw_different_seeds_and_are_resumed_exactly():
-    config = C.resolve(
-        find_recipe("quickstart"), ["task=openenv", "task.url=http://h", "task.reset.level=3"]
-    ).task
+    config = quickstart_with("task=openenv", "task.url=http://h", "task.reset.level=3").task
     assert config.reset == {"level": 3}
     seeds = {
         split: {t.payload["seed"] for t in config.tasks(split=split, seed=0).take(200)}

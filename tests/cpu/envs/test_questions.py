@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from playing import all_groups, play_turns
+from quickstarts import quickstart_with
 
-from lockstep import config as C
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Score
 from lockstep.agent.scoring import ExactScorer, ScorerConfig
@@ -18,7 +18,6 @@ from lockstep.envs.mcp_tasks import MCPConfig
 from lockstep.envs.questions import QuestionsConfig
 from lockstep.errors import ConfigError, DataError, ToolServerError
 from lockstep.models.locate import locate_model
-from lockstep.recipes import find_recipe
 from lockstep.renderers.config import ChatMLConfig
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
@@ -91,9 +90,8 @@ def test_splits_of_a_file_share_no_task(path):
 
 
 def test_a_scorer_of_ones_own_is_a_kind(path):
-    task = C.resolve(
-        find_recipe("quickstart"),
-        ["task=questions", f"task.path={path}", "task.scorer=length_scorer", "task.scorer.most=4"],
+    task = quickstart_with(
+        "task=questions", f"task.path={path}", "task.scorer=length_scorer", "task.scorer.most=4"
     ).task
     assert task.scorer == LengthScorer(most=4)
     score, counters, _ = play(

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 from playing import play_turns
+from quickstarts import quickstart_with
 
-from lockstep import config as C
 from lockstep.agent.config import AgentConfig
 from lockstep.envs.mixture import MixtureConfig
 from lockstep.envs.reasoning_gym.config import ReasoningGymConfig, extract_answer, shared_child
 from lockstep.errors import ChildTimeoutError, ConfigError, DataError
-from lockstep.recipes import find_recipe
 from lockstep.types import Message
 
 if find_spec("reasoning_gym") is None:
@@ -37,11 +36,9 @@ def play(config, task, reply):
 
 
 def test_a_dataset_and_its_settings_are_given_on_the_command_line():
-    task = C.resolve(
-        find_recipe("quickstart"),
-        ["task=reasoning-gym", "task.dataset=chain_sum", "task.settings.max_terms=2",
-         "task.settings.allow_negation=true", "task.answer=last_line"],
-    ).task  # fmt: skip
+    settings = ("task.settings.max_terms=2", "task.settings.allow_negation=true")
+    words = ("task=reasoning-gym", "task.dataset=chain_sum", "task.answer=last_line", *settings)
+    task = quickstart_with(*words).task
     assert task == ReasoningGymConfig(
         dataset="chain_sum",
         settings={"max_terms": 2, "allow_negation": True},

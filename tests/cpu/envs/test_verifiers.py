@@ -14,12 +14,11 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from quickstarts import quickstart_with
 
-from lockstep import config as C
 from lockstep.agent.harness import Endpoint
 from lockstep.envs.verifiers.config import VerifiersConfig
 from lockstep.errors import ConfigError, DataError, ToolServerError
-from lockstep.recipes import find_recipe
 
 PYTHON = os.environ.get("LOCKSTEP_VERIFIERS", "")
 needs_verifiers = pytest.mark.skipif(
@@ -187,11 +186,8 @@ def test_a_python_without_verifiers_is_told_what_to_install(tmp_path):
 
 
 def test_settings_are_given_on_the_command_line():
-    task = C.resolve(
-        find_recipe("quickstart"),
-        ["task=verifiers", "task.taskset=gsm8k-v1", "task.settings.split=train",
-         "task.agent.max_turns=8", "task.harness=null"],
-    ).task  # fmt: skip
+    task = quickstart_with("task=verifiers", "task.taskset=gsm8k-v1", "task.settings.split=train",
+        "task.agent.max_turns=8", "task.harness=null").task  # fmt: skip
     assert task.settings == {"split": "train"}
     assert task._child._opening["environment"] == {
         "id": "",

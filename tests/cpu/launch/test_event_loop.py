@@ -5,11 +5,10 @@ import os
 import signal
 
 import pytest
+from quickstarts import quickstart_with
 
 import lockstep
-from lockstep.config import resolve
 from lockstep.launch.event_loop import run_to_end
-from lockstep.recipes import find_recipe
 from lockstep.run.train import train
 
 
@@ -90,7 +89,7 @@ def test_a_run_interrupted_in_mid_step_in_a_notebook_has_its_checkpoint_and_resu
     tmp_path, plain_interrupts
 ):
     settings = ["steps=3", "groups_per_step=1", "group_size=2", "evaluation.num_tasks=1"]
-    config = resolve(find_recipe("quickstart"), settings)
+    config = quickstart_with(*settings)
     out = tmp_path / "run"
     outcome = in_a_cell(lambda: train(config, out=out, monitor=interrupting_monitor))
     assert outcome.status == "interrupted"

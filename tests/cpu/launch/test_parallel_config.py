@@ -1,12 +1,11 @@
 """What can be divided over processes, and what cannot, known before any is started."""
 
 import pytest
+from quickstarts import quickstart_with
 
-from lockstep.config import resolve
 from lockstep.engines.config import EmbeddedConfig, VllmConfig
 from lockstep.errors import ConfigError
 from lockstep.launch.config import ParallelConfig
-from lockstep.recipes import find_recipe
 from lockstep.run.preflight import preflight
 from lockstep.run_config import SupervisedConfig
 from lockstep.supervised import check_supervised
@@ -50,7 +49,7 @@ def test_a_head_count_that_cannot_be_split_is_refused_with_those_that_can(
 
 
 def test_a_fault_is_refused_in_several_processes():
-    config = resolve(find_recipe("quickstart"), ["parallel.processes=2"])
+    config = quickstart_with("parallel.processes=2")
     with (
         injected(RetokenizedRows()),
         pytest.raises(ConfigError, match=r"--fault.*\b2\b"),

@@ -3,11 +3,10 @@
 from dataclasses import replace
 
 import pytest
+from quickstarts import quickstart_with
 
-from lockstep.config import resolve
 from lockstep.errors import ConfigError
 from lockstep.launch.config import ParallelConfig, RayPlacement
-from lockstep.recipes import find_recipe
 from lockstep.run.preflight import plan, read_model_files
 
 RAY = ("placement=ray", "parallel.processes=2", "engine.replicas=4")
@@ -23,7 +22,7 @@ def test_each_rank_has_a_place_with_its_engines():
 
 
 def test_the_plan_shows_the_places():
-    config = resolve(find_recipe("quickstart"), (*RAY, "placement.address=auto"))
+    config = quickstart_with(*RAY, "placement.address=auto")
     lines = plan(config, read_model_files(config))
     at = next(i for i, line in enumerate(lines) if line.startswith("placement"))
     assert "the Ray cluster of this machine, pack" in lines[at]
@@ -32,7 +31,7 @@ def test_the_plan_shows_the_places():
 
 def test_the_plan_on_gpus_says_which_process_has_which_and_how_much_memory(monkeypatch):
     def table(*settings):
-        config = resolve(find_recipe("quickstart"), ("device=cuda", *settings))
+        config = quickstart_with("device=cuda", *settings)
         lines = plan(config, read_model_files(config))
         return [line.split(maxsplit=2)[1:] for line in lines if line.startswith("GPU ")]
 

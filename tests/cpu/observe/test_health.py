@@ -5,8 +5,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from quickstarts import quickstart_with
 
-from lockstep.config import flatten, resolve, to_dict
+from lockstep.config import flatten, to_dict
 from lockstep.observe.alarms import TRIGGERS, WINDOW, Health, spells
 from lockstep.observe.live import RunHeader, View
 from lockstep.recipes import find_recipe
@@ -124,7 +125,7 @@ def test_the_console_says_it_once_in_full_and_at_each_step_in_short():
 
 @pytest.mark.parametrize("is_on", [True, False])
 def test_the_report_lists_them_unless_they_are_off(tmp_path, is_on):
-    config = resolve(find_recipe("quickstart"), [f"doctor.health={str(is_on).lower()}"])
+    config = quickstart_with(f"doctor.health={str(is_on).lower()}")
     cut = CASES["cut_by_max_turns"][0]
     with RunDirectory.create(tmp_path / "run", to_dict(config)) as run:
         for row in rows_of(cut, cut):

@@ -3,12 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
+from quickstarts import quickstart_with
 
 import lockstep
 from lockstep.agent.task_config import TaskConfig
-from lockstep.config import resolve
 from lockstep.errors import ConfigError, DataError
-from lockstep.recipes import find_recipe
 from lockstep.run.episodes import evaluation_metrics, with_interval
 from lockstep.run_config import EvaluationConfig, EvaluationSet
 from lockstep.store.run import load_run
@@ -69,7 +68,7 @@ def test_each_set_has_its_own_tasks_and_sampling(tmp_path):
         "evaluation.sets.hops.temperature=0.5", "evaluation.sets.calm.temperature=0",
         "evaluation.sets.calm.num_tasks=1",
     )  # fmt: skip
-    config = resolve(find_recipe("quickstart"), [*SMALL, *sets])
+    config = quickstart_with(*SMALL, *sets)
     run = load_run(lockstep.train(config, out=tmp_path / "run"))
     figures = {name for row in run.metrics for name in row if name.startswith("eval/")}
     assert {"eval/sampled/mean@1", "eval/greedy/mean@1", "eval/calm/mean@1"} <= figures
@@ -87,7 +86,7 @@ def test_each_set_has_its_own_tasks_and_sampling(tmp_path):
 def test_a_set_of_tasks_is_checked_before_the_run(tmp_path):
     settings = [*SMALL, *HOPS, "evaluation.sets.hops.task.docs=nowhere"]
     with pytest.raises((ConfigError, DataError), match="nowhere"):
-        lockstep.train(resolve(find_recipe("quickstart"), settings), out=tmp_path / "run")
+        lockstep.train(quickstart_with(*settings), out=tmp_path / "run")
 
 
 class _TwoSeats(TaskConfig):

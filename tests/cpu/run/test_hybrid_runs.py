@@ -3,12 +3,9 @@
 import json
 
 import pytest
+from quickstarts import run_with
 
-from lockstep.config import resolve
 from lockstep.doctor.diagnose import diagnose
-from lockstep.doctor.monitor import train
-from lockstep.recipes import find_recipe
-from lockstep.store.run import load_run
 
 SMALL = [
     "model=tiny-qwen3-next", "groups_per_step=3", "group_size=4", "evaluation.num_tasks=2",
@@ -18,11 +15,7 @@ SMALL = [
 
 
 def run_of(path, *overrides, resume=False):
-    train(
-        resolve(find_recipe("quickstart"), [*SMALL, *overrides]),
-        out=path, resume=resume, view="json",
-    )  # fmt: skip
-    return load_run(path)
+    return run_with(path, *SMALL, *overrides, resume=resume)
 
 
 def steps_of(run):

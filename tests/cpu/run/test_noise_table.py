@@ -5,12 +5,11 @@ import re
 
 import pytest
 import torch
+from quickstarts import quickstart_with
 
 import lockstep
 from lockstep.cli import BAD_INPUT, OK, main
-from lockstep.config import resolve
 from lockstep.errors import EngineError
-from lockstep.recipes import find_recipe
 from lockstep.run.hooks import RunHooks, hooked
 from lockstep.run.noise_table import two_sides
 from lockstep.testing.engines import BrokenEngine
@@ -61,7 +60,7 @@ def test_one_set_of_kernels_has_no_noise_and_another_precision_has_a_bias(capsys
 def test_noise_of_the_sampler_is_in_its_variance_and_averages_out(capsys):
     told = noise(capsys, "--fault", "kernel_noise,std=0.03")
     assert told["var_train"] == 0.0 and 0 < told["diff"] < told["single_diff"]
-    config = resolve(find_recipe("quickstart"), SMALL)
+    config = quickstart_with(*SMALL)
     with injected(KernelNoise(std=0.03)):
         found = lockstep.measure_noise(config, num_scorings=4)
     assert found == pytest.approx(told)
@@ -95,7 +94,7 @@ def test_what_cannot_be_measured_is_refused(words, message, capsys):
 
 
 def test_an_engine_that_scores_nothing_is_named_with_its_reason():
-    config = resolve(find_recipe("quickstart"), SMALL)
+    config = quickstart_with(*SMALL)
     with hooked(ScorelessRun()), pytest.raises(
         EngineError, match=r"not one of \d+ .* could be scored again.*no prompt log-probs"
     ):  # fmt: skip

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from quickstarts import quickstart_with
 
 from lockstep.config import resolve
 from lockstep.errors import CheckpointError, ConfigError, RendererError
@@ -29,7 +30,7 @@ def directory(tmp_path):
 def model_files_of(directory, *overrides, **changes):
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    return read_model_files(resolve(find_recipe("quickstart"), [f"model={directory}", *overrides]))
+    return read_model_files(quickstart_with(f"model={directory}", *overrides))
 
 
 def test_a_family_without_a_renderer_of_ours_asks_for_one(directory):
@@ -75,7 +76,7 @@ def test_the_plan_of_a_run_says_why_it_is_written_by_its_template(directory):
         ),
     ):
         (directory / "chat_template.jinja").write_text(source)
-        config = resolve(find_recipe("quickstart"), [f"model={directory}"])
+        config = quickstart_with(f"model={directory}")
         assert any(said.startswith(line) for said in plan(config, read_model_files(config)))
 
 
@@ -143,7 +144,7 @@ def test_an_unknown_architecture_is_refused_before_anything_is_read(directory):
 def test_a_fallback_is_refused_what_only_the_decoder_can_and_all_of_it_is_listed(directory):
     def check(*overrides):
         words = [f"model={directory}", "fallback=true", *overrides]
-        return preflight(resolve(find_recipe("quickstart"), words))
+        return preflight(quickstart_with(*words))
 
     with pytest.raises(ConfigError) as error:
         check("contract=true-on-policy", "advantage=gae", "trainer.routing_replay=recompute")

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from quickstarts import quickstart_with
 
 import lockstep
 from lockstep.agent.environment import Environment
@@ -147,7 +148,7 @@ def test_so_are_those_of_an_environment_and_of_a_seat():
 
 def small(*settings):
     changed = ["groups_per_step=2", "group_size=2", "evaluation=none", "checkpoint.every=1"]
-    return resolve(find_recipe("quickstart"), [*changed, *settings])
+    return quickstart_with(*changed, *settings)
 
 
 @pytest.fixture(scope="module")

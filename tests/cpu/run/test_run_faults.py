@@ -14,25 +14,21 @@ from functools import partial
 
 import pytest
 from full_counts import PROOF
+from quickstarts import ONCE, SHORT, quickstart_with
 
-from lockstep.config import resolve
 from lockstep.errors import DiskFullError, StorageError
 from lockstep.launch.place import end_by_sigterm
-from lockstep.recipes.registry import find_recipe
 from lockstep.run.hooks import RunHooks, hooked
 from lockstep.run.train import train
 from lockstep.store.run import load_run
 from lockstep.training import learner
 
-SMALL = (
-    "steps=4", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=2", "checkpoint.every=1",
-    "evaluation.at_start=false", "evaluation.greedy=false",
-)  # fmt: skip
+SMALL = (*SHORT, *ONCE, "steps=4", "checkpoint.every=1")
 
 
 def play(path, *settings, resume=False):
     return train(
-        resolve(find_recipe("quickstart"), [*SMALL, *settings]),
+        quickstart_with(*SMALL, *settings),
         out=path,
         resume=resume,
         view="json",
@@ -415,7 +411,7 @@ def test_what_is_taken_away_and_unknown_ends_the_run_with_a_line(sound, tmp_path
                 (path / name).unlink()
                 (path / "old").rename(path / name)
     capsys.readouterr()
-    config = resolve(find_recipe("quickstart"), [*SMALL, *DISK])
+    config = quickstart_with(*SMALL, *DISK)
     assert train(config, out=path, resume=True).status == "done"
     said = capsys.readouterr().out
     if what in ("trajectories", "metrics.jsonl cut"):
@@ -428,5 +424,5 @@ def test_a_part_that_is_taken_away_is_named_at_the_end(tmp_path, capsys):
     path = tmp_path / "run"
     part = path / "trajectories" / "step-000001.parquet"
     with hooked(TakesAway(path, lambda path: part.unlink())):
-        train(resolve(find_recipe("quickstart"), [*SMALL, *DISK]), out=path)
+        train(quickstart_with(*SMALL, *DISK), out=path)
     assert "has lost the episodes of 1 step(s), the first of step 1" in capsys.readouterr().out

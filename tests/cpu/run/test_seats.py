@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from quickstarts import quickstart_with
 from run_rows import rows_of
 
 from lockstep.agent.config import FrozenSeat
@@ -19,7 +20,6 @@ from lockstep.config import resolve
 from lockstep.doctor.ladder import climb
 from lockstep.envs.mixture import MixtureConfig
 from lockstep.errors import ConfigError, DataError
-from lockstep.recipes import find_recipe
 from lockstep.run.served import find_seats, open_seats
 from lockstep.run.train import train
 from lockstep.store.run import load_run
@@ -65,7 +65,7 @@ class DuelConfig(TaskConfig):
 
 
 def config(*settings):
-    return resolve(find_recipe("quickstart"), [*SMALL, *settings])
+    return quickstart_with(*SMALL, *settings)
 
 
 def trained_at(path, *settings):

@@ -5,20 +5,16 @@ import os
 import signal
 
 import pytest
+from quickstarts import SHORT, quickstart_with
 from safetensors.torch import load_file
 
 from lockstep.cli import main
-from lockstep.config import resolve
 from lockstep.errors import ConfigError, RolloutError, RunError
-from lockstep.recipes import find_recipe
 from lockstep.run.hooks import RunHooks, hooked
 from lockstep.run.train import train, train_side_by_side
 from lockstep.store.run import load_run
 
-SMALL = (
-    "steps=3", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=2", "checkpoint.every=1",
-    "contract=true-on-policy", "lora.rank=4",
-)  # fmt: skip
+SMALL = (*SHORT, "steps=3", "checkpoint.every=1", "contract=true-on-policy", "lora.rank=4")
 OWN = {
     "a": ("seed=1", "trainer.lr=3e-3"),
     "b": ("seed=2", "lora.rank=6", "lora.seed=5", "groups_per_step=3"),
@@ -29,7 +25,7 @@ UNLIKE = ("time/", "engine/", "doctor/")
 
 def config(name, *settings):
     own = [*OWN.get(name, ()), *settings]
-    return resolve(find_recipe("quickstart"), [*SMALL, f"name={name}", *own])
+    return quickstart_with(*SMALL, f"name={name}", *own)
 
 
 def rows_of(path):

@@ -3,13 +3,12 @@
 from dataclasses import dataclass, replace
 
 import pytest
+from quickstarts import quickstart_with
 from run_rows import rows_of
 
 from lockstep.cli import main
-from lockstep.config import resolve
 from lockstep.envs.docsearch.config import DocSearchConfig
 from lockstep.errors import RolloutError
-from lockstep.recipes import find_recipe
 from lockstep.run.train import train
 from lockstep.store.run import load_run
 from lockstep.training.rows import punish_length, without_over_long
@@ -22,7 +21,7 @@ SMALL = (
 
 
 def config(*settings):
-    return resolve(find_recipe("quickstart"), [*SMALL, *settings])
+    return quickstart_with(*SMALL, *settings)
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
+from quickstarts import ONCE, SHORT, quickstart_with
 from run_rows import rows_of
 
 from lockstep.cli import main
-from lockstep.config import resolve, to_dict
+from lockstep.config import to_dict
 from lockstep.envs.docsearch.config import DocSearchConfig
 from lockstep.errors import OutOfMemoryError, RolloutError
-from lockstep.recipes import find_recipe
 from lockstep.run.hooks import RunHooks, hooked
 from lockstep.run.train import train
 from lockstep.store.run import load_run
@@ -21,14 +21,11 @@ from lockstep.training.checkpoint import CheckpointStore
 from lockstep.training.learner import Learner
 from lockstep.training.trainer import Trainer
 
-SMALL = (
-    "steps=3", "groups_per_step=2", "group_size=4", "evaluation.num_tasks=2", "checkpoint.every=0",
-    "evaluation.at_start=false", "evaluation.greedy=false",
-)  # fmt: skip
+SMALL = (*SHORT, *ONCE, "steps=3", "checkpoint.every=0")
 
 
 def config(*settings):
-    return resolve(find_recipe("quickstart"), [*SMALL, *settings])
+    return quickstart_with(*SMALL, *settings)
 
 
 def checkpoints_of(path):

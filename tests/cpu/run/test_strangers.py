@@ -22,13 +22,12 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from quickstarts import quickstart_with
 
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.task_config import TaskConfig
 from lockstep.agent.tasks import ListSource
 from lockstep.agent.tools import ToolEnvironment, ToolFailure, ToolOutput, tool
-from lockstep.config import resolve
-from lockstep.recipes import find_recipe
 from lockstep.report.document import to_document, write_report
 from lockstep.run.train import train
 from lockstep.store.run import load_run
@@ -441,7 +440,7 @@ TASKS_TO_PLAY = []
 def run_of(tmp_path, tasks, *settings):
     TASKS_TO_PLAY[:] = tasks
     width = f"groups_per_step={len(tasks) + 1}"
-    config = resolve(find_recipe("quickstart"), ["task=stranger", *SMALL, width, *settings])
+    config = quickstart_with("task=stranger", *SMALL, width, *settings)
     before = torch.is_grad_enabled(), os.getcwd(), dict(os.environ), signal.getsignal(signal.SIGINT)
     outcome = train(config, out=tmp_path / "run", view="json")
     assert outcome.status == "done"
@@ -517,7 +516,7 @@ def test_ctrl_c_ends_a_run_that_a_stranger_keeps_from_its_event_loop(tmp_path):
     settings = ["task=stranger", *SMALL, "groups_per_step=3", "group_size=2"]
     began = time.monotonic()
     try:
-        outcome = train(resolve(find_recipe("quickstart"), settings), out=tmp_path / "run")
+        outcome = train(quickstart_with(*settings), out=tmp_path / "run")
     finally:
         signal.signal(signal.SIGINT, before)
         del FAILING["step-blocks"]

@@ -4,13 +4,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 from broken_engines import Taking
+from quickstarts import quickstart_with
 
-from lockstep.config import resolve
 from lockstep.engines.config import EngineConfig
 from lockstep.engines.registry import make_engine
 from lockstep.errors import EngineError
 from lockstep.observe.metrics import find_metric
-from lockstep.recipes import find_recipe
 from lockstep.report.document import build_document
 from lockstep.run.train import train
 from lockstep.store.run import load_run
@@ -42,7 +41,7 @@ def _(config: CopyingConfig, context):
 
 
 def config_of(*settings, **engine):
-    found = resolve(find_recipe("quickstart"), (*SMALL, *settings))
+    found = quickstart_with(*SMALL, *settings)
     return replace(found, engine=CopyingConfig(**engine))
 
 
@@ -79,7 +78,7 @@ def test_an_update_whose_sync_fails_is_in_a_checkpoint(tmp_path):
 @pytest.mark.parametrize("fault", ["wrong_weights", "half_loaded_weights"])
 def test_weights_that_do_not_arrive_later_in_a_run_raise_an_alarm(fault, tmp_path):
     settings = [s for s in SMALL if not s.startswith("sync")]
-    config = resolve(find_recipe("quickstart"), (*settings, "steps=4"))
+    config = quickstart_with(*settings, "steps=4")
     with injected(parse_fault(fault)):
         outcome = train(config, out=tmp_path / "run", view="json")
     run = load_run(tmp_path / "run")
@@ -92,7 +91,7 @@ def test_weights_that_do_not_arrive_later_in_a_run_raise_an_alarm(fault, tmp_pat
 
 def test_weights_that_do_not_arrive_from_the_start_stop_a_run_before_it_samples(tmp_path):
     settings = [s for s in SMALL if not s.startswith("sync")]
-    config = resolve(find_recipe("quickstart"), settings)
+    config = quickstart_with(*settings)
     with (
         injected(WrongWeights(at=0)),
         pytest.raises(EngineError, match="old values of everything"),

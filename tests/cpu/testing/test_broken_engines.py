@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from quickstarts import quickstart_with, run_with
 
 from lockstep import train
-from lockstep.config import resolve
 from lockstep.engines.base import EngineContext
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
@@ -18,10 +18,9 @@ from lockstep.engines.registry import make_engine, open_engine
 from lockstep.errors import ConfigError, EngineError, RolloutError
 from lockstep.models.hf_io import copy_decoder
 from lockstep.observe.metrics import find_metric
-from lockstep.recipes import find_recipe
 from lockstep.store.run import load_run
 from lockstep.testing.engines import BrokenEngine
-from lockstep.testing.faults import FaultConfig, injected, split_faults
+from lockstep.testing.faults import FaultConfig, injected
 from lockstep.testing.faults.servers import EngineKilled
 
 GROUPS, SAMPLES, STEPS = 2, 4, 2
@@ -63,10 +62,7 @@ QUICK = [
 
 
 def play(path, *overrides):
-    settings, faults = split_faults([*QUICK, *overrides])
-    with injected(*faults):
-        train(resolve(find_recipe("quickstart"), settings), out=path, view="json")
-    run = load_run(path)
+    run = run_with(path, *QUICK, *overrides)
     for row in run.metrics:
         assert all(map(find_metric, row))
     return run
@@ -144,7 +140,7 @@ def test_one_replica_without_the_weights_is_found_by_the_verification(fault, tmp
 
 @pytest.mark.parametrize("num", [1, 2])
 def test_when_no_replica_is_left_the_run_stops_and_says_why(num, tmp_path):
-    config = resolve(find_recipe("quickstart"), QUICK)
+    config = quickstart_with(*QUICK)
     if num == 1:
         config = replace(config, engine=LoneConfig())
     with (
@@ -157,7 +153,7 @@ def test_when_no_replica_is_left_the_run_stops_and_says_why(num, tmp_path):
 
 
 def test_a_fault_of_a_replica_that_is_not_there_is_refused():
-    config = resolve(find_recipe("quickstart"), QUICK)
+    config = quickstart_with(*QUICK)
     with (
         injected(EngineKilled(replica=2)),
         pytest.raises(ConfigError, match=r"replica=2.*\b2\b"),
@@ -187,7 +183,7 @@ def test_engine_and_trainer_that_take_turns_on_a_device_change_nothing(tmp_path)
     told, rows = [], []
     for shares in (False, True):
         words = [*QUICK, "sync.qualify=off", f"engine.share_device={shares}"]
-        config = resolve(find_recipe("quickstart"), words)
+        config = quickstart_with(*words)
         config = replace(config, engine=LoneConfig(share_device=shares))
         with injected(Watching()):
             train(config, out=tmp_path / str(shares), view="json")

@@ -10,8 +10,9 @@ import pytest
 from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quickstarts import quickstart_with
 
-from lockstep.config import choices, resolve
+from lockstep.config import choices
 from lockstep.doctor.ladder import token_match
 from lockstep.engines.config import EngineConfig
 from lockstep.models.locate import locate_model
@@ -120,14 +121,14 @@ def test_a_fault_that_cannot_be_is_refused_before_a_model_is_loaded(overrides, m
     with pytest.raises(ValueError, match=message):
         settings, faults = split_faults(overrides)
         with injected(*faults):
-            preflight(resolve(find_recipe("quickstart"), settings))
+            preflight(quickstart_with(*settings))
 
 
 def test_faults_of_different_parts_go_together():
     together = "--fault=sampling_noise,router_std=1", "--fault=ignored_sinks", "--fault=padded_rows"
     settings, faults = split_faults(together)
     with injected(*faults):
-        preflight(resolve(find_recipe("quickstart"), settings))
+        preflight(quickstart_with(*settings))
 
 
 def test_noise_grows_with_the_policy_version_alone():

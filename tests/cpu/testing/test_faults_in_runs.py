@@ -5,12 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from lockstep import train
-from lockstep.config import resolve
-from lockstep.recipes import find_recipe
-from lockstep.store.run import load_run
-from lockstep.testing.faults import injected, split_faults
+from quickstarts import run_with
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "proof"))
 
@@ -20,15 +15,6 @@ SMALL = (
     "steps=2", "groups_per_step=2", "group_size=4", "evaluation.at_start=false",
     "evaluation.num_tasks=1", "trainer.warmup_updates=0", "seed=3",
 )  # fmt: skip
-
-
-def run_with(tmp_path, *words):
-    settings, faults = split_faults([*SMALL, *words])
-    with injected(*faults):
-        outcome = train(
-            resolve(find_recipe("quickstart"), settings), out=tmp_path / "run", view="json"
-        )
-    return load_run(outcome.path)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +30,7 @@ def run_with(tmp_path, *words):
     ],
 )
 def test_the_mismatch_of_the_run_shows_it(words, step, tmp_path):
-    rows = {row["step"]: row for row in run_with(tmp_path, *words).metrics}
+    rows = {row["step"]: row for row in run_with(tmp_path / "run", *SMALL, *words).metrics}
     # The window is longer than most rows here; without a fault it is 1e-13.
     assert rows[step]["mismatch/k2"] > 1e-11
     if step:
@@ -52,7 +38,7 @@ def test_the_mismatch_of_the_run_shows_it(words, step, tmp_path):
 
 
 def test_log_probs_that_are_taken_after_the_update_are_what_is_recorded(tmp_path):
-    run = run_with(tmp_path, "--fault=scored_after_update")
+    run = run_with(tmp_path / "run", *SMALL, "--fault=scored_after_update")
     assert all(row["mismatch/k2"] < 1e-9 for row in run.metrics if "mismatch/k2" in row)
     record = next(iter(run.trajectories()))
     pairs = [

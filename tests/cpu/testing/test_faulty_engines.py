@@ -12,18 +12,16 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from run_rows import timed_rows, without_time
+from quickstarts import quickstart_with, run_with
+from run_rows import without_time
 
-from lockstep import train
 from lockstep.agent.loop import Budget, collect, sampling_of
 from lockstep.agent.turns import Policy
-from lockstep.config import resolve
 from lockstep.errors import ConfigError, EngineError
 from lockstep.models.hf_io import hf_tensors
 from lockstep.objectives.config import PPOClip
 from lockstep.observe.alarms import mismatch_alarm
 from lockstep.ops.context import PackedContext
-from lockstep.recipes import find_recipe
 from lockstep.run.build import Parts, build
 from lockstep.run.preflight import preflight
 from lockstep.store.run import load_run
@@ -61,7 +59,7 @@ class Step:
 def play(*overrides, num_tasks=4, version=0):
     # Stock ops with and without a fault, so that nothing else differs.
     settings, faults = split_faults(["seed=3", "contract=none", *overrides])
-    config = resolve(find_recipe("quickstart"), settings)
+    config = quickstart_with(*settings)
     with injected(*faults):
         parts = build(config, preflight(config))
 
@@ -299,10 +297,7 @@ SMALL = ["seed=3", "steps=1", "groups_per_step=2", "evaluation.num_tasks=2", "ch
 
 
 def run(path, *overrides, resume=False):
-    settings, faults = split_faults([*SMALL, *overrides])
-    with injected(*faults):
-        train(resolve(find_recipe("quickstart"), settings), out=path, view="json", resume=resume)
-    return timed_rows(path)
+    return run_with(path, *SMALL, *overrides, resume=resume).metrics
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from quickstarts import quickstart_with
 from tiny_training import assert_same_bits, make_rows, make_trainer, set_rollout, snapshot
 
-from lockstep.config import resolve
 from lockstep.correction import Correction, Layout, Rule, correct, kl
 from lockstep.errors import AlignmentError, ConfigError
 from lockstep.objectives.config import GSPO, PPOClip, Reinforce
 from lockstep.objectives.losses import make_loss, supervised_loss
-from lockstep.recipes import find_recipe
 from lockstep.run.train import train
 
 LENGTHS = [9, 31, 14, 22, 40, 12]
@@ -494,7 +493,7 @@ def test_a_run_with_averaged_behaviour_reports_both_gaps_and_the_noise(tmp_path)
         "evaluation.num_samples=1", "evaluation.at_start=false", "correction=averaged",
         "correction.rescorings=2",
     ]  # fmt: skip
-    config = resolve(find_recipe("quickstart"), overrides)
+    config = quickstart_with(*overrides)
     train(config, out=tmp_path / "run", view="json")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     row = next(r for r in map(json.loads, lines) if "mismatch/k3" in r)

@@ -7,12 +7,9 @@ import pytest
 from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quickstarts import quickstart_with, run_with
 
-from lockstep.config import resolve
 from lockstep.objectives.config import GRPO, RLOO, CreditConfig, ReinforcePlusPlus
-from lockstep.recipes import find_recipe
-from lockstep.run.train import train
-from lockstep.store.run import load_run
 from lockstep.training.credit import credit_metrics
 from lockstep.training.rows import rows_for_training
 from lockstep.types import Group, Task, Trajectory
@@ -215,9 +212,8 @@ def test_a_run_says_how_many_turns_had_a_peer_and_a_reward(tmp_path):
         "steps=1", "groups_per_step=2", "group_size=4", "evaluation=none", "checkpoint.every=0",
         "task.turn_rewards=true", "credit.process=turn", "credit.compare=path",
     ]  # fmt: skip
-    config = resolve(find_recipe("quickstart"), settings)
-    run = load_run(train(config, out=tmp_path / "run", view="json").path)
+    run = run_with(tmp_path / "run", *settings)
     (row,) = run.metrics
     told = {name: value for name, value in row.items() if name.startswith("credit/")}
-    assert told == credit_metrics(run.groups(0), config.credit)
+    assert told == credit_metrics(run.groups(0), quickstart_with(*settings).credit)
     assert 0 < told["credit/compared_share"] < 1 and 0 < told["credit/rewarded_share"] < 1

@@ -8,11 +8,10 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
+from quickstarts import AT_END, SHORT, run_with
 from tiny_training import HF_CONFIGS, assert_same_bits, make_rows, make_trainer, snapshot
 
-from lockstep.config import resolve
 from lockstep.doctor.diagnose import diagnose
-from lockstep.doctor.monitor import train
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.errors import ConfigError
@@ -23,8 +22,6 @@ from lockstep.models.locate import locate_model
 from lockstep.models.moe import Router, Routing
 from lockstep.objectives.config import Reinforce
 from lockstep.objectives.losses import make_loss
-from lockstep.recipes import find_recipe
-from lockstep.store.run import load_run
 from lockstep.sync.publisher import Publisher
 from lockstep.training.expert_load import balance_experts, load_metrics
 
@@ -215,14 +212,9 @@ def glm(tmp_path_factory):
 
 
 def run_of(path, model, *overrides, resume=False):
-    words = [
-        f"model={model}", "groups_per_step=3", "group_size=4", "evaluation.num_tasks=2",
-        "evaluation.num_samples=1", "evaluation.at_start=false", "checkpoint.every=1",
-        "contract=true-on-policy", "trainer.expert_bias_rate=0.02",
-    ]  # fmt: skip
-    config = resolve(find_recipe("quickstart"), [*words, *overrides])
-    train(config, out=path, resume=resume, view="json")
-    return load_run(path)
+    words = (*SHORT, *AT_END, f"model={model}", "groups_per_step=3", "checkpoint.every=1")
+    own = ("contract=true-on-policy", "trainer.expert_bias_rate=0.02", *overrides)
+    return run_with(path, *words, *own, resume=resume)
 
 
 def steps_of(run):

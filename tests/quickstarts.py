@@ -1,0 +1,29 @@
+"""Configs and short runs of the recipe quickstart."""
+
+from pathlib import Path
+from typing import Any
+
+from lockstep import train
+from lockstep.config import resolve
+from lockstep.recipes import find_recipe
+from lockstep.run_config import Config
+from lockstep.store.run import Run, load_run
+from lockstep.testing.faults import injected, split_faults
+
+SHORT = ("groups_per_step=2", "group_size=4", "evaluation.num_tasks=2")
+"""Settings of a short run. Later words change them."""
+ONCE = ("evaluation.at_start=false", "evaluation.greedy=false")
+AT_END = ("evaluation.at_start=false", "evaluation.num_samples=1")
+
+
+def quickstart_with(*words: str) -> Config:
+    """words: settings, as on the command line."""
+    return resolve(find_recipe("quickstart"), words)
+
+
+def run_with(path: Path, *words: str, **options: Any) -> Run:
+    """A run with these settings and faults. options: of `train`."""
+    settings, faults = split_faults(words)
+    with injected(*faults):
+        train(quickstart_with(*settings), out=path, view="json", **options)
+    return load_run(path)
