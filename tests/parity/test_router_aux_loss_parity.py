@@ -3,43 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from trained_pairs import NUM_LAYERS, SHAPE, gradients_by_hf_name, make_pair
 
-from lockstep.models.hf_io import hf_tensors, load_checkpoint
 from lockstep.objectives.losses import supervised_loss
-from lockstep.training.config import TrainerConfig
-from lockstep.training.trainer import Trainer
 from lockstep.types import Sample
 
-transformers = pytest.importorskip("transformers", reason="pip install 'lockstep-rl[transformers]'")
-
-NUM_LAYERS, NUM_EXPERTS, NUM_ACTIVE, COEF = 3, 8, 3, 0.5
-SHAPE = {
-    "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": NUM_LAYERS,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "max_position_embeddings": 128, "initializer_range": 0.2, "tie_word_embeddings": True,
-    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
-    "num_experts_per_tok": NUM_ACTIVE, "output_router_logits": True, "router_aux_loss_coef": COEF,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-}  # fmt: skip
-
-
-def make_pair(kind, directory, **settings):
-    torch.manual_seed(0)
-    if kind == "gpt_oss":
-        config = transformers.GptOssConfig(
-            **SHAPE, intermediate_size=24, num_local_experts=NUM_EXPERTS, sliding_window=8,
-        )  # fmt: skip
-    else:
-        config = transformers.Qwen3MoeConfig(
-            **SHAPE, intermediate_size=40, moe_intermediate_size=24, num_experts=NUM_EXPERTS,
-            norm_topk_prob=kind == "qwen3_moe",
-            mlp_only_layers=[1] if kind == "qwen3_moe with a dense layer" else [],
-        )  # fmt: skip
-    make = transformers.AutoModelForCausalLM.from_config
-    model = make(config, attn_implementation="eager").float().eval()
-    model.save_pretrained(directory)
-    config = TrainerConfig(router_aux_loss_coef=COEF, **settings)
-    return model, Trainer(load_checkpoint(directory), config, like=directory)
+AUX = {"router_aux_loss_coef": 0.5}
+THEIRS = {"shape": AUX | {"output_router_logits": True}, "is_moved": False}
 
 
 def make_rows():
@@ -79,7 +49,7 @@ KINDS = ["gpt_oss", "qwen3_moe", "qwen3_moe unnormalized", "qwen3_moe with a den
 @pytest.mark.parametrize("recompute", ["none", "blocks"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_value_and_gradients_of_the_loss_equal_transformers(kind, recompute, tmp_path):
-    model, trainer = make_pair(kind, tmp_path, recompute=recompute)
+    model, trainer = make_pair(kind, tmp_path, **THEIRS, **AUX, recompute=recompute)
     rows = make_rows()
     loss, aux = their_loss(model, rows)
     loss.backward()
@@ -87,11 +57,8 @@ def test_value_and_gradients_of_the_loss_equal_transformers(kind, recompute, tmp
     # float32 sums over 200 tokens, of numbers up to 4, in another order
     assert metrics["train/router_aux_loss"] == pytest.approx(float(aux), rel=1e-6)
     assert metrics["train/loss"] == pytest.approx(float(loss.detach()), rel=1e-6)
-    with torch.no_grad():
-        for name, parameter in trainer.model.named_parameters():
-            parameter.copy_(trainer.optimizer.gradients()[name])
     theirs = {name: parameter.grad for name, parameter in model.named_parameters()}
-    found = {name: ours for name, ours in hf_tensors(trainer.model).items() if name in theirs}
+    found = {name: ours for name, ours in gradients_by_hf_name(trainer).items() if name in theirs}
     routers = [name for name in found if "router" in name or "mlp.gate.weight" in name]
     num_routed = NUM_LAYERS - (kind == "qwen3_moe with a dense layer")
     assert len(routers) == num_routed * (2 if kind == "gpt_oss" else 1)
@@ -102,7 +69,7 @@ def test_value_and_gradients_of_the_loss_equal_transformers(kind, recompute, tmp
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe"])
 def test_each_micro_batch_counts_by_its_trained_tokens(kind, tmp_path):
-    model, trainer = make_pair(kind, tmp_path, max_tokens_per_microbatch=40)
+    model, trainer = make_pair(kind, tmp_path, **THEIRS, **AUX, max_tokens_per_microbatch=40)
     rows = make_rows()
     parts = [[rows[i] for i in batch.rows] for batch in trainer.pack(rows)]
     assert len(parts) > 1

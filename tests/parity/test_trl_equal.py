@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quickstarts import quickstart_with
 
 from lockstep.correction import Correction
 from lockstep.errors import CapabilityError
@@ -155,13 +156,11 @@ def test_rloo_samples_with_the_engine(model, tmp_path):
 
 def test_replies_after_the_answer_of_a_tool_continue_the_sampled_ids(tmp_path):
     """TRL's own loop over tools calls the engine turn by turn; ids are never encoded again."""
-    from lockstep.config import resolve
     from lockstep.integrations.causal_lm import LockstepForCausalLM
-    from lockstep.recipes import find_recipe
 
     peer = load(ROOT / "benchmarks" / "peers" / "trl_grpo.py")
     overrides = ["model=tiny-qwen3", "steps=2", "groups_per_step=4", "group_size=4"]
-    config = resolve(find_recipe("quickstart"), overrides)
+    config = quickstart_with(*overrides)
     parts = peer.search_parts(config)
     theirs = parts.pop("model")
     decoder = LockstepForCausalLM.from_pretrained("tiny-qwen3")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quickstarts import quickstart_with
 from safetensors import safe_open
 
 from lockstep.config import resolve
@@ -15,7 +16,6 @@ from lockstep.models.hf_io import load_checkpoint, save_checkpoint
 from lockstep.models.locate import locate_model
 from lockstep.models.lora_config import LoraConfig, lora_shape
 from lockstep.ops.context import PackedContext
-from lockstep.recipes import find_recipe
 from lockstep.run.preflight import read_model_files
 
 WHOLES = json.loads(Path(__file__).with_suffix(".json").read_text())
@@ -111,7 +111,7 @@ def test_a_run_keeps_the_tower_if_it_is_told_to(whole):
     (directory / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "renderer.json"):
         (directory / name).write_bytes((locate_model("tiny-qwen3") / name).read_bytes())
-    run = resolve(find_recipe("quickstart"), [f"model={directory}"])
+    run = quickstart_with(f"model={directory}")
     with pytest.raises(ConfigError, match="vision=keep"):
         read_model_files(run)
     assert read_model_files(resolve(run, ["vision=keep"])).model.has_vision

@@ -1,6 +1,8 @@
 """ChatML on a byte tokenizer. Equality with the Qwen3 template: tests/parity."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -114,45 +116,9 @@ def call(text):
     return f"<tool_call>{text}</tool_call>"
 
 
-BAD = {
-    # sampled: (error, content, thinking)
-    "": ("the turn is empty", "", ""),
-    "Be": ("cut off", "Be", ""),
-    "<think>\nHm": ("cut off", "", "Hm"),
-    "<think>\nHm<|im_end|>": ("the thinking is not closed", "", "Hm"),
-    "</think>Bela<|im_end|>": ("</think> is out of place", "</think>Bela", ""),
-    "Be<think>la</think><|im_end|>": (
-        "<think> is out of place",
-        "Be<think>la</think>",
-        "",
-    ),
-    "Be<|im_end|>la<|im_end|>": ("<|im_end|> is out of place", "Be<|im_end|>la", ""),
-    call("{") + "<|im_end|>": ("not JSON", call("{"), ""),
-    call("[" * 100_000) + "<|im_end|>": ("not JSON", call("[" * 100_000), ""),
-    call("[]") + "<|im_end|>": ('object of "name" and "arguments"', call("[]"), ""),
-    call('{"name": "f"}') + "<|im_end|>": ('"name" and "arguments"', call('{"name": "f"}'), ""),
-    call('{"name": "\\ud800", "arguments": {}}') + "<|im_end|>": (
-        "name is not a printable text",
-        call('{"name": "\\ud800", "arguments": {}}'),
-        "",
-    ),
-    call('{"name": 1, "arguments": {}}') + "<|im_end|>": (
-        "name is not a printable text",
-        call('{"name": 1, "arguments": {}}'),
-        "",
-    ),
-    '<tool_call>{"name": "f"<|im_end|>': ("a call is not closed", '<tool_call>{"name": "f"', ""),
-    "<tool_call>{<tool_response>}</tool_call><|im_end|>": (
-        "a call is not JSON",
-        "<tool_call>{<tool_response>}</tool_call>",
-        "",
-    ),
-    '<tool_call>{"name": "f", "arguments": ["<|im_start|>"]}</tool_call><|im_end|>': (
-        "<|im_start|> is out of place",
-        '<tool_call>{"name": "f", "arguments": ["<|im_start|>"]}</tool_call>',
-        "",
-    ),
-}
+BAD, CLOSES = json.loads(Path(__file__).with_suffix(".json").read_text()).values()
+"""What is sampled -> (error, content, thinking); what closes it."""
+BAD[call("[" * 100_000) + "<|im_end|>"] = ("not JSON", call("[" * 100_000), "")
 
 
 @pytest.mark.parametrize("text", BAD, ids=lambda text: text[:40])
@@ -168,16 +134,6 @@ def test_tags_spelled_in_pieces_are_text():
     read = RENDERER.parse(ids)
     assert read.content == call('{"name": "f", "arguments": {}}')
     assert read.tool_calls == () and read.parse_error == ""
-
-
-CLOSES = {
-    "": "<|im_end|>",
-    "Be": "<|im_end|>",
-    "<think>\nHm": "\n</think>\n\n<|im_end|>",
-    "<think>\nHm\n</think>\n\nB": "<|im_end|>",
-    "<tool_call>\n{": "<|im_end|>",
-    "Bela<|im_end|>": "",
-}
 
 
 @pytest.mark.parametrize("text", CLOSES)

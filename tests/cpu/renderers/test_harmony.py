@@ -1,5 +1,8 @@
 """Harmony on a byte tokenizer. Equality with openai-harmony: tests/parity."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import written_turns
@@ -58,15 +61,9 @@ def test_tool_reply_goes_from_the_function_to_the_assistant():
     )
 
 
-GOOD = {
-    "<|channel|>commentary to=functions.find <|constrain|>json<|message|>{}<|call|>": "{}",
-    "<|channel|>commentary to=functions.find<|constrain|>json<|message|>{}<|call|>": "{}",
-    " to=functions.find<|channel|>commentary <|constrain|>json<|message|>{}<|call|>": "{}",
-    " to=functions.find<|channel|>commentary<|message|>{}<|call|>": "{}",
-    "to=functions.find <|channel|>commentary <|message|>{<|call|>": "{",
-    "<|channel|>commentary json to=functions.find<|message|><|call|>": "",
-    "<|channel|>analysis to=functions.find code<|message|>{}\n<|call|>": "{}\n",
-}
+GOOD, BAD, BAD_CALLS, CLOSES = json.loads(Path(__file__).with_suffix(".json").read_text()).values()
+"""What is sampled -> the arguments of its call; (error, content, thinking); the error; what closes
+it."""
 
 
 @pytest.mark.parametrize("text", GOOD)
@@ -93,44 +90,6 @@ def test_several_messages_of_one_turn_are_read_into_one():
 
 A = "<|channel|>analysis<|message|>Hm.<|end|>"
 F = "<|channel|>final<|message|>Bela.<|return|>"
-BAD = {
-    # sampled: (error, content, thinking)
-    "": ("the turn is empty", "", ""),
-    "Bela": ("no <|message|>", "Bela", ""),
-    "<|return|>": ("no <|message|>", "<|return|>", ""),
-    "<|channel|>final": ("no <|message|>", "<|channel|>final", ""),
-    "<|message|>Bela<|return|>": ("channel '' is not", "<|message|>Bela<|return|>", ""),
-    "<|channel|>x<|message|>y<|return|>": (
-        "channel 'x' is not one of analysis, commentary, final",
-        "<|channel|>x<|message|>y<|return|>",
-        "",
-    ),
-    "<|channel|>final<|message|>Be": ("cut off", "Be", ""),
-    "<|channel|>analysis<|message|>Hm": ("cut off", "", "Hm"),
-    A: ("ends after its analysis", "", "Hm."),
-    "<|channel|>analysis<|message|>Hm.<|return|>": ("ends after its analysis", "", "Hm."),
-    A + "Bela": ("no <|message|>", "Bela", "Hm."),
-    A + F: ("does not begin with <|start|>", F, "Hm."),
-    A + "<|start|>user" + F: ("not by the assistant", "<|start|>user" + F, "Hm."),
-    "<|channel|>final<|message|>Bela.<|end|>": ("ends with <|end|>, expected", "Bela.", ""),
-    "<|channel|>final<|message|>Bela.<|call|>": ("calls nothing", "Bela.", ""),
-    F + F: ("tokens follow <|return|>", "Bela.\n" + F, ""),
-    "<|channel|>final<|message|>B<|start|>a<|return|>": (
-        "<|start|> stands inside a message",
-        "<|channel|>final<|message|>B<|start|>a<|return|>",
-        "",
-    ),
-    "<|channel|>final<|constrain|>json x<|message|>B<|return|>": (
-        "more than it should: 'json x'",
-        "<|channel|>final<|constrain|>json x<|message|>B<|return|>",
-        "",
-    ),
-    "<|channel|>final<|channel|>final<|message|>B<|return|>": (
-        "<|channel|> is out of place",
-        "<|channel|>final<|channel|>final<|message|>B<|return|>",
-        "",
-    ),
-}
 
 
 @pytest.mark.parametrize("text", BAD)
@@ -141,37 +100,11 @@ def test_a_malformed_turn_says_why_and_keeps_its_text(text):
     assert (read.content, read.thinking, read.tool_calls) == (content, thinking, ())
 
 
-BAD_CALLS = {
-    "<|channel|>commentary to=functions.find<|message|>{": "was cut off, expected <|call|>",
-    "<|channel|>commentary to=functions.find<|message|>{}<|return|>": "ends with <|return|>",
-    "<|channel|>commentary to=find<|message|>{}<|call|>": "recipient 'find' is not a function",
-    "<|channel|>commentary to=functions.<|message|>{}<|call|>": "is not a function",
-    "<|channel|>commentary to=<|message|>{}<|call|>": "recipient '' is not a function",
-    "<|channel|>final to=functions.find<|message|>{}<|call|>": "in the final channel",
-    " to=functions.f<|channel|>commentary to=functions.g<|message|><|call|>": "more than it should",
-}
-
-
 @pytest.mark.parametrize("text", BAD_CALLS)
 def test_a_malformed_call_is_no_call(text):
     read = parsed(text)
     assert BAD_CALLS[text] in read.parse_error
     assert read.tool_calls == () and read.content == text
-
-
-CLOSES = {
-    "": "<|message|><|end|>",
-    "<|channel|>fin": "<|message|><|end|>",
-    "<|channel|>commentary to=functions.find <|constrain|>": "<|message|><|end|>",
-    "<|channel|>final<|message|>": "<|end|>",
-    "<|channel|>analysis<|message|>Hm": "<|end|>",
-    "<|channel|>commentary to=functions.find<|message|>{": "<|end|>",
-    A: "",
-    A + "<|start|>": "<|message|><|end|>",
-    A + "<|start|>assistant<|channel|>final<|message|>B": "<|end|>",
-    F: "",
-    "<|channel|>commentary to=functions.find<|message|>{}<|call|>": "",
-}
 
 
 @pytest.mark.parametrize("text", CLOSES)
