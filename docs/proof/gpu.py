@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -62,7 +63,6 @@ ROOT = Path(__file__).parents[2]
 PARTS = {"truth": 480, "contract": 600, "vllm": 480, "speed": 780}
 """Part -> its limit in seconds; 39 minutes together."""
 OUT = ROOT / "docs" / "proof" / "gpu.json"
-MODELS = ("Qwen3-0.6B", "Qwen3-8B", "gpt-oss-20b", "Qwen3-30B-A3B", "Llama-3.1-8B")
 DEPTHS = {"Qwen3-0.6B": 28, "Qwen3-8B": 36, "gpt-oss-20b": 24}
 
 Figures = dict[str, Any]
@@ -97,16 +97,6 @@ class Case:
 
 
 GOOD = ("ok", "left out")
-CASES: dict[str, Case] = {}
-"""In the order of their value."""
-
-
-def case(part: str, label: str, /, *, seconds: int, **settings: Any) -> Callable[..., Any]:
-    def register(function: Callable[..., Figures]) -> Callable[..., Figures]:
-        CASES[label] = Case(part, seconds, lambda where: function(where, **settings))
-        return function
-
-    return register
 
 
 def expect(is_so: bool, what: str) -> None:
@@ -187,11 +177,6 @@ def self_test(where: Where, *, name: str) -> Figures:
     }
 
 
-for _name in MODELS:
-    case("truth", f"self-test of {_name}", seconds=90, name=_name)(self_test)
-
-
-@case("truth", "tests/gpu", seconds=240)
 def tests_gpu(where: Where) -> Figures:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
     done = said_by(command)
@@ -212,7 +197,6 @@ class ExactOps(Ops):
         )  # fmt: skip
 
 
-@case("truth", "layers against float64", seconds=120)
 def layers(where: Where) -> Figures:
     """Logits and gradients of whole models: our kernels against stock ops in float64, next
     to stock ops in the same dtype. Ours may be at most twice as far away."""
@@ -250,7 +234,6 @@ def _scored(model: Decoder, ids: torch.Tensor) -> list[torch.Tensor]:
     return [logprobs.detach(), *grads]
 
 
-@case("truth", "poisoned memory", seconds=60)
 def poisoned(where: Where) -> Figures:
     """What a kernel does not write, or reads without right, is NaN."""
     config = shape_of("Qwen3-8B", 1, where)
@@ -287,7 +270,6 @@ def _decoded(model: Decoder, ids: torch.Tensor, where: Where) -> torch.Tensor:
     return torch.cat(parts)
 
 
-@case("truth", "repeats", seconds=60)
 def repeats(where: Where) -> Figures:
     """A decode step of few rows, whose splits are combined by the program that ends last, many
     times: a race would show as other bits."""
@@ -303,13 +285,16 @@ def repeats(where: Where) -> Figures:
 # -- contract -------------------------------------------------------------------------------------
 
 
-def _cli(where: Where, *settings: str, out: Path, recipe: str = "quickstart") -> list[Figures]:
-    """Metrics of each step of a run."""
+def _command(where: Where, *settings: str, out: Path, recipe: str = "quickstart") -> list[str]:
     command = [sys.executable, "-m", "lockstep.cli", "train", recipe, f"out={out}"]
-    settings = (f"device={where.device.type}", "evaluation.at_start=false", *settings)
-    done = said_by([*command, *settings])
+    return [*command, f"device={where.device.type}", "evaluation.at_start=false", *settings]
+
+
+def _cli(where: Where, *settings: str, **words: Any) -> list[Figures]:
+    """Metrics of each step of a run."""
+    done = said_by(_command(where, *settings, **words))
     expect(done.returncode == 0, (done.stdout + done.stderr)[-2000:])
-    return rows_of(out)
+    return rows_of(words["out"])
 
 
 def checkpoint(where: Where, name: str, folder: Path) -> Path:
@@ -334,16 +319,9 @@ def run(
         folder = Path(place)
         path = checkpoint(where, model, folder) if model in CONFIGS else model
         rows = _cli(
-            where,
-            f"model={path}",
-            "dtype=bfloat16",
-            f"steps={steps}",
-            f"groups_per_step={batch}",
-            f"group_size={batch}",
-            *settings,
-            out=folder / "run",
-            recipe=recipe,
-        )
+            where, f"model={path}", "dtype=bfloat16", f"steps={steps}", f"groups_per_step={batch}",
+            f"group_size={batch}", *settings, out=folder / "run", recipe=recipe,
+        )  # fmt: skip
     found: Figures = {"steps": steps}
     if is_equal:
         key = "mismatch/unequal_tokens"
@@ -352,16 +330,6 @@ def run(
         found["unequal tokens"] = sum(counts)
     shown = ("time/step_seconds", "time/sync_seconds", "sync/bytes", "sync/level")
     return found | {name: row[name] for row in rows for name in shown if name in row}
-
-
-REAL, EQUAL = "Qwen3-0.6B", {"recipe": "quickstart", "is_equal": True}
-TURNS = ("engine.replicas=1", "engine.share_device=true")
-case("contract", f"a run of {REAL}", seconds=150, model=REAL, **EQUAL)(run)
-case("contract", "a run of tiny-gpt-oss", seconds=150, model="tiny-gpt-oss", **EQUAL)(run)
-LORA = EQUAL | {"recipe": "docsearch", "settings": ("lora.rank=16",)}
-case("contract", f"LoRA over several turns of {REAL}", seconds=150, model=REAL, **LORA)(run)
-BESIDE = EQUAL | {"settings": TURNS}
-case("contract", "a replica that sleeps on the card", seconds=150, model=REAL, **BESIDE)(run)
 
 
 def schedules(where: Where, *, name: str) -> Figures:
@@ -409,11 +377,6 @@ def schedules(where: Where, *, name: str) -> Figures:
     return {"tokens": compared, "unequal": unequal}
 
 
-for _name in ("Qwen3-8B", "gpt-oss-20b"):
-    case("contract", f"random schedules on {_name}'s layers", seconds=120, name=_name)(schedules)
-
-
-@case("contract", "equal updates and resume", seconds=150)
 def updates(where: Where) -> Figures:
     """Two runs, and one that is killed after its first checkpoint and continued, end in the same
     bits."""
@@ -435,8 +398,7 @@ def updates(where: Where) -> Figures:
 
 
 def _kill_after_a_checkpoint(where: Where, settings: list[str], out: Path) -> None:
-    command = [sys.executable, "-m", "lockstep.cli", "train", "quickstart", f"out={out}"]
-    command += [f"device={where.device.type}", *settings]
+    command = _command(where, *settings, out=out)
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=ROOT) as process:
         while process.poll() is None:
             if list(out.glob("checkpoints/step-*/manifest.json")):
@@ -444,7 +406,6 @@ def _kill_after_a_checkpoint(where: Where, settings: list[str], out: Path) -> No
             time.sleep(0.05)
 
 
-@case("contract", "predicted and real memory", seconds=90)
 def memory(where: Where) -> Figures:
     """The peak of an update of Qwen3-0.6B on one row of 8192 tokens against `memory`'s plan."""
     from lockstep.memory import PlanFacts, plan_memory
@@ -484,11 +445,7 @@ def turns(where: Where, *, is_equal: bool) -> Figures:
     settings = ("engine=vllm", f"engine.python={vllm_python(where)}", "engine.share_device=true")
     decoder = "lockstep" if is_equal else "vllm"
     settings = (*settings, f"engine.decoder={decoder}", "sync.qualify=on")
-    return run(where, settings=settings, recipe="quickstart", model=REAL, is_equal=is_equal)
-
-
-case("vllm", "in turns with vLLM's own model", seconds=240, is_equal=False)(turns)
-case("vllm", "in turns with Lockstep's decoder in vLLM", seconds=240, is_equal=True)(turns)
+    return run(where, settings=settings, recipe="quickstart", model="Qwen3-0.6B", is_equal=is_equal)
 
 
 # -- speed ----------------------------------------------------------------------------------------
@@ -564,31 +521,14 @@ def vllm_sampling(where: Where, *, name: str) -> Figures:
     with tempfile.TemporaryDirectory() as place:
         (Path(place) / "config.json").write_text(json.dumps(settings))
         context = EngineContext(
-            model=None,
-            token_bytes=(),
-            directory=Path(place),
-            vocab_size=settings["vocab_size"],
-            max_tokens=1536,
-            dtype="bfloat16",
-            scratch=Path(place),
-        )
+            model=None, token_bytes=(), directory=Path(place), vocab_size=settings["vocab_size"],
+            max_tokens=1536, dtype="bfloat16", scratch=Path(place),
+        )  # fmt: skip
         config = VllmConfig(
-            python=vllm_python(where),
-            decoder="vllm",
-            max_num_sequences=max(BATCHES),
-            prefix_cache=False,
-            args=("--load-format=dummy",),
-        )
+            python=vllm_python(where), decoder="vllm", max_num_sequences=max(BATCHES),
+            prefix_cache=False, args=("--load-format=dummy",),
+        )  # fmt: skip
         return speed(where, lambda: make_engine(config, context), BATCHES, context.vocab_size)
-
-
-for _name in DEPTHS:
-    for _rows in BATCHES:
-        case("speed", f"sampling of {_name}, {_rows} rows", seconds=90, name=_name, rows=_rows)(
-            sampling
-        )
-for _name in ("Qwen3-0.6B", "Qwen3-8B"):
-    case("speed", f"sampling of {_name} by vLLM", seconds=300, name=_name)(vllm_sampling)
 
 
 def training(where: Where, *, name: str, tokens: int, rank: int = 0) -> Figures:
@@ -610,12 +550,12 @@ def training(where: Where, *, name: str, tokens: int, rank: int = 0) -> Figures:
     return found | {"contract / stock": found["contract ms"] / found["stock ms"]}
 
 
-for _name, _tokens in (("Qwen3-0.6B", 2048), ("Qwen3-0.6B", 16384), ("Qwen3-8B", 8192)):
-    _label = f"training of {_name}, {_tokens} tokens"
-    case("speed", _label, seconds=90, name=_name, tokens=_tokens)(training)
-case("speed", "LoRA on gpt-oss-20b", seconds=120, name="gpt-oss-20b", tokens=8192, rank=16)(
-    training
-)
+CASES = {
+    label: Case(part, table.pop("seconds"), partial(globals()[table.pop("run")], **table))
+    for part, cases in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
+    for label, table in cases.items()
+}
+"""In the order of their value."""
 
 
 # -- running --------------------------------------------------------------------------------------
@@ -649,16 +589,11 @@ def play(name: str, options: list[str], *, seconds: float) -> Figures:
 
 
 def machine(where: Where) -> Figures:
-    head = said_by(["git", "rev-parse", "--short", "HEAD"])
+    head = said_by(["git", "rev-parse", "--short", "HEAD"]).stdout.strip()
     name = platform.processor() or platform.machine()
     if where.device.type == "cuda":
         name = torch.cuda.get_device_name()
-    return {
-        "device": name,
-        "torch": torch.__version__,
-        "commit": head.stdout.strip(),
-        "date": today(),
-    }
+    return {"device": name, "torch": torch.__version__, "commit": head, "date": today()}
 
 
 def table(done: Figures) -> Iterator[str]:

@@ -251,6 +251,10 @@ def ways(hook: str) -> dict[str, Callable[[Call], Awaitable[Any]]]:
     return MISBEHAVIOURS | {name: returns(value) for name, value in more.items()}
 
 
+async def no_result() -> None:
+    """A sound hook that has nothing to say."""
+
+
 def at_once(coroutine: Any) -> Any:
     """The result of a coroutine that must not wait; what waits is called sound."""
     try:
@@ -302,11 +306,7 @@ class HostileConfig(DocSearchConfig):
 
     def group_scorer(self, task: Task) -> Any:
         if self.hook == "group_scorer_of" and (way := ways(self.hook).get(task.id)):
-
-            async def none() -> Any:
-                return None
-
-            return at_once(way(none))
+            return at_once(way(no_result))
         if self.hook != "group_scorer":
             return None
 
@@ -325,14 +325,11 @@ class HostileEnvironment(DocSearchEnvironment):
         super().__init__(problem, config, limits)
         self.way, self.hook = way, config.hook
         (search,) = self.tools
-        if self.hook == "tool":
-            found = replace(search, function=self._tool, is_instant=False)
-        elif self.hook == "async_tool":
-            found = replace(search, function=self._async_tool, is_instant=False)
-        else:
-            found = search
-        self.__dict__["tools"] = (found,)
-        self._runner = ToolRunner((found,), limits)
+        functions = {"tool": self._tool, "async_tool": self._async_tool}
+        if function := functions.get(self.hook):
+            search = replace(search, function=function, is_instant=False)
+        self.__dict__["tools"] = (search,)
+        self._runner = ToolRunner((search,), limits)
 
     def __getattribute__(self, name: str) -> Any:
         get = super().__getattribute__
@@ -367,10 +364,8 @@ class HostileHarness(Harness):
 
     async def run(self, task: Task, endpoint: Endpoint) -> Any:
         async def sound() -> Score:
-            body = {
-                "model": endpoint.model,
-                "messages": [{"role": "user", "content": self.question}],
-            }
+            said = [{"role": "user", "content": self.question}]
+            body = {"model": endpoint.model, "messages": said}
             headers = {"Authorization": f"Bearer {endpoint.api_key}"}
             async with aiohttp.ClientSession(headers=headers) as client:
                 url = f"{endpoint.base_url}/v1/chat/completions"
@@ -381,10 +376,7 @@ class HostileHarness(Harness):
         return await (self.way(sound) if self.hook == "harness" else sound())
 
     async def close(self) -> Any:
-        async def sound() -> None:
-            return None
-
-        return await (self.way(sound) if self.hook == "harness_close" else sound())
+        return await (self.way(no_result) if self.hook == "harness_close" else no_result())
 
 
 # -- judges ---------------------------------------------------------------------------------------
@@ -394,26 +386,13 @@ def content(text: str) -> bytes:
     return json.dumps({"choices": [{"message": {"content": text}}]}).encode()
 
 
+PLAN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 JUDGES: dict[str, tuple[int, bytes] | str] = {
-    "hangs": "hangs",
-    "resets": "resets",
-    "drips": "drips",
-    "status_500": (500, b"{}"),
-    "status_401": (401, b"{}"),
-    "status_302": (302, b""),
-    "empty": (200, b""),
-    "no_json": (200, b"<html>"),
-    "list": (200, b"[]"),
-    "null": (200, b"null"),
-    "no_choices": (200, b'{"choices": []}'),
-    "no_content": (200, b'{"choices": [{"message": {"content": null}}]}'),
+    **{name: name for name in ("hangs", "resets", "drips")},
+    **{name: (status, body.encode()) for name, (status, body) in PLAN["judges"].items()},
     "deep": (200, b"[" * 200_000),
     "no_utf8": (200, b"\xff\xfe{"),
-    "surrogates": (200, content('\ud800 {"score": 5}')),
-    "no_grade": (200, content("fine")),
-    "grade_nan": (200, content('{"score": NaN}')),
     "grade_huge": (200, content('{"score": 1' + "0" * 400 + "}")),
-    "grade_text": (200, content('{"score": "ten"}')),
     "grade_deep": (200, content("[" * 100_000)),
     "long": (200, content("word " * 2_000_000)),
 }
@@ -519,18 +498,18 @@ def lockstep(*words: str) -> list[str]:
     return [sys.executable, "-m", "lockstep.cli", *words]
 
 
-def ended(command: list[str], limit: float, **options: Any) -> str:
-    """Runs a command. Returns what is wrong with how it ended, or "" for status 0 in time."""
-    settings: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+def ended(command: list[str], limit: float, **options: Any) -> list[str]:
+    """Runs a command. Returns what is wrong with how it ended: nothing for status 0 in time."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     try:
-        found = subprocess.run(command, timeout=limit, **settings)
+        found = subprocess.run(command, timeout=limit, **pipes | options)
     except subprocess.TimeoutExpired as late:
         lines = (late.stdout or b"").decode(errors="replace").strip().splitlines()
-        return f"not ended after {limit:g} s; it printed last: {lines[-2:]}"
+        return [f"not ended after {limit:g} s; it printed last: {lines[-2:]}"]
     if found.returncode == 0:
-        return ""
+        return []
     text = ((found.stderr or b"") + (found.stdout or b"")).decode(errors="replace").strip()
-    return f"exit status {found.returncode}: " + "\n    ".join(text.splitlines()[-8:])
+    return [f"exit status {found.returncode}: " + "\n    ".join(text.splitlines()[-8:])]
 
 
 def of_hook(hook: str, only: tuple[str, ...], out: Path) -> list[str]:
@@ -539,15 +518,22 @@ def of_hook(hook: str, only: tuple[str, ...], out: Path) -> list[str]:
     steps = math.ceil(len(names) / 7)
     chosen = [f"task.only={','.join(only)}"] if only else []
     own = ("--plugin", __file__, "task=hostile", f"task.hook={hook}", *chosen, f"steps={steps}")
-    command = lockstep("train", "quickstart", f"out={out}", *SMALL, *own)
-    problem = ended(command, 60 + 3 * MAX_SECONDS * steps)
-    problems = [problem] if problem else []
-    problems += unaccounted(out, steps)
+    problems = trained(out, *own, num_steps=steps, limit=60 + 3 * MAX_SECONDS * steps)
     if not problems:
         for verb in (("report", str(out), "--out", str(out / "again.html")), ("doctor", str(out))):
-            if (problem := ended(lockstep(*verb), 120)) and "status 1" not in problem:
-                problems.append(f"lockstep {verb[0]}: {problem}")
+            found = ended(lockstep(*verb), 120)
+            problems += [f"lockstep {verb[0]}: {x}" for x in found if "status 1" not in x]
     return problems
+
+
+def trained(
+    out: Path, *words: str, num_steps: int, limit: float = 120, shell: str = "", **options: Any
+) -> list[str]:
+    """Trains in a short run. Returns its problems. shell: a line that has the run as COMMAND."""
+    command = lockstep("train", "quickstart", f"out={out}", *SMALL, *words)
+    if shell:
+        command = ["bash", "-o", "pipefail", "-c", shell.replace("COMMAND", shlex.join(command))]
+    return [*ended(command, limit, **options), *unaccounted(out, num_steps)]
 
 
 def groups_of(run: Run, step: int) -> list[Any]:
@@ -579,24 +565,16 @@ def unaccounted(out: Path, steps: int) -> list[str]:
 def of_tracker(method: str, name: str, out: Path) -> list[str]:
     """Trains with a tracker, one of whose functions misbehaves."""
     own = ("--plugin", __file__, "record.loggers=wandb", "steps=1", "evaluation.at_start=false")
-    command = lockstep("train", "quickstart", f"out={out}", *SMALL, *own)
     environment = {**os.environ, "LOCKSTEP_SOAK_TRACKER": f"{method}:{name}"}
-    problem = ended(command, 120, env=environment)
-    return [*([problem] if problem else []), *unaccounted(out, 1)]
+    return trained(out, *own, num_steps=1, env=environment)
 
 
 def of_console(name: str, out: Path) -> list[str]:
     """Trains without somebody who reads what is printed."""
-    command = lockstep("train", "quickstart", f"out={out}", *SMALL, "steps=2")
-    if name == "full":
-        with open("/dev/full", "wb") as full:
-            problem = ended(command, 120, stdout=full, stderr=full)
-    elif name == "closed":
-        problem = ended(["sh", "-c", shlex.join(command) + " >&- 2>&-"], 120)
-    else:  # a reader that leaves after one line; its own status is not the run's
-        line = f"{shlex.join(command)} | head -1 >/dev/null"
-        problem = ended(["bash", "-o", "pipefail", "-c", line], 120)
-    return [*([problem] if problem else []), *unaccounted(out, 2)]
+    # head is a reader that leaves after one line; its own status is not the run's.
+    shell = {"full": "COMMAND >/dev/full 2>&1", "closed": "COMMAND >&- 2>&-",
+             "head": "COMMAND | head -1 >/dev/null"}[name]  # fmt: skip
+    return trained(out, "steps=2", num_steps=2, shell=shell)
 
 
 # -- kills ----------------------------------------------------------------------------------------
@@ -632,11 +610,9 @@ def of_kill(share: float, folder: Path, out: Path) -> list[str]:
         is_begun = (out / "config.json").is_file()
         words = (str(out), "resume=true") if is_begun else ("quickstart", f"out={out}", *KILLED)
         process = subprocess.Popen(
-            lockstep("train", *words),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
+            lockstep("train", *words), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
             start_new_session=True,
-        )
+        )  # fmt: skip
         names = draws.choice(SIGNALS).split() if math.isfinite(after) else []
         num_rows = math.floor(after * len(load_run(whole).metrics)) if names else 0
         while names and process.poll() is None and len(rows_in(out)) < num_rows:
@@ -707,32 +683,27 @@ async def load(url: str, num_clients: int, seconds: float) -> tuple[int, float]:
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, connector=connector) as client:
 
+        async def post(path: str, **given: Any) -> bytes:
+            async with client.post(path, **given) as reply:
+                return await reply.read()
+
         async def sound(number: int) -> None:
-            async with client.post("/sessions", json={"task": {"id": str(number)}}) as made:
-                session = await made.json()
+            session = json.loads(await post("/sessions", json={"task": {"id": str(number)}}))
             words = {"role": "user", "content": f"Where was {number} born?"}
             body = {"model": session["model"], "messages": [words], "max_tokens": 4}
             headers = {"Authorization": f"Bearer {session['api_key']}"}
-            chat = f"/s/{session['id']}/v1/chat/completions"
-            async with client.post(chat, json=body, headers=headers) as reply:
-                await reply.read()
+            await post(f"/s/{session['id']}/v1/chat/completions", json=body, headers=headers)
             for verb, given in (("reward", {"reward": 1.0}), ("finish", {})):
-                path = f"/sessions/{session['id']}/{verb}"
-                async with client.post(path, json=given, headers=headers) as reply:
-                    await reply.read()
+                await post(f"/sessions/{session['id']}/{verb}", json=given, headers=headers)
 
         async def hostile(number: int) -> None:
             kind = number // 100 % 4
             if kind == 0:  # 8 MB of one word
-                body = {
-                    "model": "tiny-qwen3",
-                    "messages": [{"role": "user", "content": "x" * 2**23}],
-                }
-                async with client.post("/v1/chat/completions", json=body) as reply:
-                    await reply.read()
+                words = {"role": "user", "content": "x" * 2**23}
+                body = {"model": "tiny-qwen3", "messages": [words]}
+                await post("/v1/chat/completions", json=body)
             elif kind == 1:
-                async with client.post("/sessions", data=b"[" * 100_000, headers=JSON) as reply:
-                    await reply.read()
+                await post("/sessions", data=b"[" * 100_000, headers=JSON)
             else:  # a request that is never completed, or a connection without one
                 host, port = url.removeprefix("http://").split(":")
                 _, writer = await asyncio.open_connection(host, int(port))
@@ -807,15 +778,14 @@ def of_server(out: Path) -> list[str]:
 # -- faults by name -------------------------------------------------------------------------------
 
 TESTS = Path(__file__).parents[2] / "tests" / "cpu"
-FAULTS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+FAULTS: dict[str, list[str]] = PLAN["faults"]
 """Fault -> the tests that a run survives it, below tests/cpu."""
 
 
 def of_fault(name: str, out: Path) -> list[str]:
     """Runs the tests of a fault."""
     chosen = [str(TESTS / each) for each in FAULTS[name]]
-    problem = ended([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen], 600)
-    return [problem] if problem else []
+    return ended([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen], 600)
 
 
 # -- all of it ------------------------------------------------------------------------------------
