@@ -45,6 +45,15 @@ def state_of(trainer):
     return {t.name: t.view().clone() for t in trainer.optimizer.state_tensors()}
 
 
+def assert_close(found, expected, limit, *, smallest=0.0):
+    """Both have tensors of the same names. No value may be off by more than `limit` times the
+    largest of its tensor, which counts as no less than `smallest`."""
+    assert set(found) == set(expected)
+    for name, values in expected.items():
+        gap = float((found[name] - values).abs().max() / (values.abs().max() + smallest))
+        assert gap <= limit, (name, gap)
+
+
 def _rank(work, rank, world, directory):
     torch.set_num_threads(1)
     store = dist.FileStore(f"{directory}/store", world)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from lora_ranks import make_adapted, script, work
-from processes import run_ranks
+from processes import assert_close, run_ranks
 
 
 @pytest.fixture(scope="module")
@@ -17,10 +17,8 @@ def found(tmp_path_factory):
 def test_the_ranks_have_the_adapters_gradient_of_one_process(found):
     alone, ranks, _ = found
     for of_rank in ranks:
-        assert set(of_rank["gradients"]) == set(alone["gradients"])
-        for name, expected in alone["gradients"].items():
-            gap = (of_rank["gradients"][name] - expected).abs().max() / expected.abs().max()
-            assert gap <= 2e-5, name  # sums of some hundred terms in another order
+        # Sums of some hundred terms in another order.
+        assert_close(of_rank["gradients"], alone["gradients"], 2e-5)
         assert of_rank["num_local"] <= 0.55 * alone["num_local"]
 
 
