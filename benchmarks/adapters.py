@@ -19,16 +19,7 @@ import gc
 import time
 from collections.abc import Iterator
 
-from measuring import (
-    CLEAR_REFS,
-    MIB,
-    Row,
-    alone,
-    main,
-    note,
-    resident_bytes,
-    row,
-)
+from measuring import CLEAR_REFS, MIB, Row, alone, main, note, resident_bytes, row
 from measuring.sampling import requests_of, sample
 
 import numpy as np

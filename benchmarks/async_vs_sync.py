@@ -5,9 +5,9 @@
 Each arm is a run of the quickstart in a process of its own, with stock ops or under the contract,
 and with the same correction: the same tasks, episodes and updates, and with --replicas 1 (the
 default) an engine in a process beside the trainer's, in the synchronous arm too. Arms are run in
-turn, --repeats times; seconds are of the whole loop without its evaluations, the median of the
-repeats. Also with tools that take a while, 0.1 s in the mean with a long tail, as tools do: then
-episodes wait, and not processors.
+turn, --repeats times; seconds are of the whole loop, the median of the repeats. Also with tools
+that take a while, 0.1 s in the mean with a long tail, as tools do: then episodes wait, and not
+processors.
 Without two free processors the figures without such tools mean nothing. The processor times show
 whether they were free: the trainer's and the sampler's add up to the synchronous run's seconds.
 
@@ -26,8 +26,8 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from measuring import Row, alone, main, note, row
-from measuring.runs import rows_of, steps_of, train_quickstart
+from measuring import Row, alone, listed, main, note, row
+from measuring.runs import steps_of, train_quickstart
 
 CONTRACTS = ("none", "true-on-policy")
 
@@ -37,7 +37,7 @@ def measure(settings: list[str], tool_seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run"
         used = alone(train_quickstart, settings, str(path), tool_seconds)
-        rows, end = steps_of(path), rows_of(path)[-1]
+        rows = steps_of(path)
     late = rows[1:]  # the first step starts everything, and has nothing to overlap with
 
     def average(name: str) -> float:
@@ -49,16 +49,11 @@ def measure(settings: list[str], tool_seconds: float) -> dict[str, Any]:
         "sample": average("time/sample_seconds"),
         "wait": average("time/wait_seconds"),
         "train": average("time/train_seconds"),
-        "idle": average("time/idle_seconds") / average("time/step_seconds"),
         "reward": mean(row["reward/mean"] for row in rows[-10:]),
-        "greedy": end["eval/greedy/mean@1"],
         "age": average("staleness/mean"),
-        "oldest": max(row["staleness/max"] for row in rows),
-        "mixed": average("staleness/mixed_rows") / average("training/rows"),
         "k3": average("mismatch/k3"),
         "compared": sum(of_age_0(row, "compared_tokens") for row in rows),
         "unequal": sum(of_age_0(row, "unequal_tokens") for row in rows),
-        "ess": average("mismatch/ess"),
         "rejected": average("correction/rejected_share"),
     }
 
@@ -80,13 +75,13 @@ def compare(
 ) -> Iterator[Row]:
     how = f"quickstart, {steps} steps"
     common = [f"steps={steps}", f"engine.replicas={replicas}", f"correction={correction}",
-              "evaluation.num_tasks=64", "trainer.measure_after_every=0"]  # fmt: skip
+              "evaluation=none", "trainer.measure_after_every=0"]  # fmt: skip
     for waits in tool_seconds:
         found: dict[tuple[int, str], list[dict[str, Any]]] = defaultdict(list)
         for seed, ahead, contract in product(range(repeats), staleness, CONTRACTS):
             arm = [f"max_staleness={ahead}", f"contract={contract}", f"seed={seed}"]
             found[ahead, contract].append(measure([*common, *arm], waits))
-            note(f"tools {waits:g} s  {'  '.join(arm)}  {_line(found[ahead, contract][-1])}")
+            note(f"tools {waits:g} s  {'  '.join(arm)}  {listed(found[ahead, contract][-1])}")
         medians = {arm: median(run["seconds"] for run in runs) for arm, runs in found.items()}
         for (ahead, contract), runs in found.items():
             where = f"max_staleness={ahead}, contract={contract}, tools {waits:g} s"
@@ -105,16 +100,6 @@ def compare(
                 )
                 both = (medians[ahead, name] for name in (contract, "none"))
                 yield row(f"{where}, time", *both, "s", how=text)
-
-
-def _line(r: dict[str, Any]) -> str:
-    return (
-        f"{r['seconds']:6.1f} s (processor: trainer {r['trainer_cpu']:.1f}, sampler "
-        f"{r['sampler_cpu']:.1f})  sample {r['sample']:.2f}  wait {r['wait']:.2f}  train "
-        f"{r['train']:.2f}  idle {r['idle']:.0%}  reward {r['reward']:.3f}  greedy "
-        f"{r['greedy']:.3f}  age {r['age']:.2f} (max {r['oldest']:.0f})  mixed {r['mixed']:.0%}  "
-        f"k3 {r['k3']:.1e}  ess {r['ess']:.3f}  rejected {r['rejected']:.1%}"
-    )
 
 
 if __name__ == "__main__":

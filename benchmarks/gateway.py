@@ -28,7 +28,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-from measuring import Row, Side, command_of, main, note, resident_bytes, row
+from measuring import Row, Side, command_of, listed, main, note, resident_bytes, row
 
 import numpy as np
 from aiohttp import ClientSession, web
@@ -235,10 +235,7 @@ def load(kind: str, wrk: str, *, seconds: float, latency: float) -> dict[str, fl
         raise SystemExit(f"{kind}: {found['errors']} of {found['requests']} requests failed.")
     for name in ("median_ms", "p99_ms"):
         found[name] -= latency * 1e3
-    note(
-        f"  {kind}: median {found['median_ms']:6.2f} ms, p99 {found['p99_ms']:6.2f} ms, CPU "
-        f"{found['cpu_ms']:.2f} ms a request, {found['requests']:.0f} requests"
-    )
+    note(f"  {kind}: {listed(found)}")
     return found
 
 
@@ -306,15 +303,7 @@ def compare(
     else:
         note(f"the load is left out: no {wrk} in PATH")
     talk = asyncio.run(converse(conversations))
-    note(
-        f"{LONG_TURNS} turns: {talk['encoded_tokens']:.0f} tokens encoded "
-        f"({talk['tokenizer_tokens']:.0f} by the tokenizer's own count, the rest are control "
-        f"tokens), {talk['new_tokens']:.0f} were new, {talk['path_tokens']:.0f} in the last path\n"
-        f"  CPU of a turn, client included: {talk['first_turns_cpu_ms']:.2f} ms of the first 16, "
-        f"{talk['last_turns_cpu_ms']:.2f} ms of the last (bodies of "
-        f"{talk['last_body_bytes'] / 1e3:.0f} kB)\n"
-        f"memory: {talk['bytes_per_token']:.1f} bytes for each token stored"
-    )
+    note(f"{LONG_TURNS} turns, CPU with the client's: {listed(talk)}")
     yield row(f"gateway, tokens encoded in {LONG_TURNS} turns", talk["encoded_tokens"],
               talk["path_tokens"], "tokens", how="peer: all tokens of the last path")  # fmt: skip
 

@@ -16,10 +16,9 @@ import importlib.util
 import runpy
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
-from measuring import TRAINERS, Row, alone, best, in_turn, main, note, require_proc, row, usage
+from measuring import TRAINERS, Row, best_alone, listed, main, note, require_proc, row, usage
 
 import torch
 
@@ -59,7 +58,7 @@ SIDES: dict[str, Callable[[], Callable[..., Tensor]]] = {
 """Side -> what makes its function of [T, D] hidden states, a [V, D] head and [T] ids."""
 
 
-def measure(side: str, num_tokens: int, vocab_size: int) -> dict[str, float]:
+def measure(num_tokens: int, vocab_size: int, side: str) -> dict[str, float]:
     """One pass after a small one. Runs in a process of its own."""
     torch.set_num_threads(1)
     g = torch.Generator().manual_seed(0)
@@ -106,14 +105,10 @@ def compare(
 ) -> Iterator[Row]:
     """only: the peers."""
     require_proc()
-    sides = {
-        side: partial(alone, measure, side, tokens, vocab)
-        for side in ("ours", *only)
-        if is_installed(side)
-    }
-    found = {side: best(runs) for side, runs in in_turn(rounds, sides).items()}
+    sides = [side for side in ("ours", *only) if is_installed(side)]
+    found = best_alone(rounds, sides, measure, tokens, vocab)
     for side, figures in found.items():
-        note(f"{side:6} {'  '.join(f'{name} {x:.6g}' for name, x in figures.items())}")
+        note(f"{side:6} {listed(figures)}")
     how = f"{tokens} tokens, {vocab} ids, width {WIDTH}, forward and backward, one thread"
     ours = found.pop("ours")
     for peer, theirs in found.items():

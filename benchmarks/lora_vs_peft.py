@@ -55,15 +55,12 @@ def create(directory: Path, model: str) -> None:
     from lockstep.models.lora_config import LoraConfig, lora_shape
     from lockstep.models.peft_io import save_adapter
 
-    base = directory / "base"
-    base.mkdir(parents=True)
-    (base / "config.json").write_text(json.dumps(MODELS[model]))
+    like, base = directory / "like", directory / "base"
+    like.mkdir()
+    (like / "config.json").write_text(json.dumps(MODELS[model]))
     decoder = Decoder(ModelConfig.from_hf(MODELS[model]))
     decoder.init_weights(seed=0)
-    save_checkpoint(decoder, directory / "filled", like=base)
-    base.joinpath("config.json").unlink()
-    base.rmdir()
-    (directory / "filled").rename(base)
+    save_checkpoint(decoder, base, like=like)
     add_adapter(decoder, lora_shape(LoraConfig(rank=RANK), decoder.config), seed=0)
     save_adapter(decoder, directory / "adapter", base=base)
 
@@ -99,11 +96,11 @@ def peer_loss(directory: Path, tokens: int) -> tuple[torch.nn.Module, Callable[[
     import peft
     import transformers
 
+    settings = transformers.AutoConfig.from_pretrained(directory / "base")
+    attention = "eager" if settings.model_type == "gpt_oss" else "sdpa"
     base = transformers.AutoModelForCausalLM.from_pretrained(
-        directory / "base", dtype=torch.float32, attn_implementation="eager"
-        if json.loads((directory / "base" / "config.json").read_text())["model_type"] == "gpt_oss"
-        else "sdpa",
-    )  # fmt: skip
+        directory / "base", dtype=torch.float32, attn_implementation=attention
+    )
     model = peft.PeftModel.from_pretrained(base, directory / "adapter", is_trainable=True)
 
     def loss() -> torch.Tensor:

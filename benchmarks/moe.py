@@ -17,9 +17,8 @@ gradients are.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 
-from measuring import Row, alone, best, in_turn, main, note, require_proc, row, usage
+from measuring import Row, best_alone, main, note, require_proc, row, usage
 
 import torch
 
@@ -72,7 +71,7 @@ def make_layer(side: str) -> tuple[torch.nn.Module, Callable[[Tensor], Tensor]]:
     return ours, lambda x: ours(x, LayerInputs(ops, PackedContext.of([len(x)]), none, none))
 
 
-def measure(case: str, side: str, decodes: int) -> dict[str, float]:
+def measure(decodes: int, case: str, side: str) -> dict[str, float]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     _, num_tokens, is_training, is_skewed = CASES[case]
@@ -103,8 +102,7 @@ def compare(
     require_proc()
     for case in only:
         words = f"{decodes} " * (case == "decode-8") + CASES[case][0]
-        sides = {side: partial(alone, measure, case, side, decodes) for side in SIDES}
-        found = {side: best(runs) for side, runs in in_turn(rounds, sides).items()}
+        found = best_alone(rounds, SIDES, measure, decodes, case)
         for side, figures in found.items():
             note(f"{words:40} {side:12} {figures['seconds']:7.2f} CPU s {figures['mib']:8.0f} MiB")
         for key, unit in (("seconds", "CPU s"), ("mib", "MiB")):

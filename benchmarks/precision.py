@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from measuring import Row, alone, main, note, row
+from measuring import Row, alone, listed, main, note, row
 from measuring.runs import steps_of, train_quickstart
 
 PAIRS = (
@@ -65,18 +65,10 @@ def compare(
     how, base = f"quickstart, {model}, {steps} steps", 0.0
     for pair in only:
         found = run(pair, steps=steps, model=model)
-        note(_line(pair, found))
+        note(f"{pair:<18}  {listed(found)}")
         milliseconds = found["sample_ms"] + found["train_ms"]
         base = base or milliseconds
         yield row(f"precision {pair}", milliseconds, base, "ms per token", how=how, **found)
-
-
-def _line(pair: str, r: dict[str, Any]) -> str:
-    return (
-        f"{pair:<18}  {r['contract']:<14}  unequal {r['unequal']:6.1%}  "
-        f"k3 {r['k3']:.1e}  largest {r['largest']:.2g}  reward {r['reward']:.3f}  sample "
-        f"{r['sample_ms']:.2f} ms  train {r['train_ms']:.2f} ms  overflows {r['overflows']:.0f}"
-    )
 
 
 if __name__ == "__main__":

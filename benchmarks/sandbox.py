@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from statistics import median, quantiles
 
-from measuring import Row, main, note, row
+from measuring import Row, listed, main, note, row
 
 from lockstep.agent.sandbox.base import ProgramResult, Sandbox
 from lockstep.agent.sandbox.bubblewrap import BubblewrapConfig
@@ -110,7 +110,7 @@ def compare(
         except ConfigError as error:
             note(f"{kind}: left out: {error}")
             continue
-        note(f"{kind}: {', '.join(f'{name} {x:.4g}' for name, x in found[kind].items())}")
+        note(f"{kind}: {listed(found[kind])}")
         if kind != only[0]:
             both = (found[which]["p50_ms"] for which in (kind, only[0]))
             how = f"median of programs one by one; the peer, {only[0]}, is CPython in a process"

@@ -16,10 +16,9 @@ processor time of forward and backward. MiB are the peak of that process above i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
-from measuring import Row, alone, best, in_turn, main, require_proc, row, usage
+from measuring import Row, best_alone, main, require_proc, row, usage
 
 import numpy as np
 import torch
@@ -129,10 +128,7 @@ def compare(*, rounds: int = 3, only: tuple[str, ...] = tuple(CASES)) -> Iterato
     require_proc()
     how = f"forward and backward, one thread, best of {rounds}; the peer has no sinks"
     for case in only:
-        sides = {
-            side: partial(alone, measure, case, side) for side in ("plain", "invariant", "peer")
-        }
-        found = {side: best(runs) for side, runs in in_turn(rounds, sides).items()}
+        found = best_alone(rounds, ("plain", "invariant", "peer"), measure, case)
         peer = found.pop("peer")
         for side, mine in found.items():
             for unit, name in (("CPU s", "seconds"), ("MiB", "mib")):

@@ -95,7 +95,7 @@ def run_ours(recipe: str, overrides: list[str]) -> None:
     view = open_view(is_json=True)
     with TemporaryDirectory() as parent, asyncio.Runner() as loop:
         path = Path(parent) / "run"
-        loggers = Loggers((), run_path=path, project="", config={}, warn=note)
+        loggers = Loggers(config.record, run_path=path, config={}, warn=note)
         with RunDirectory.create(path, to_dict(config), record=config.record) as directory:
             parts = build(config, model_files)
             run = TrainingRun(config, model_files, parts, path, directory, view, loggers)

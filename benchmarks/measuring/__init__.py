@@ -27,6 +27,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Literal, TypeVar
@@ -94,6 +95,11 @@ def _form(default: Any) -> dict[str, Any]:
 
 def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def listed(figures: Mapping[str, Any]) -> str:
+    """Figures with their names, for a note."""
+    return "  ".join(f"{k} {v if isinstance(v, str) else f'{v:.6g}'}" for k, v in figures.items())
 
 
 def row(
@@ -203,7 +209,7 @@ class Side:
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None, "opened as a pipe"
         for line in self._process.stdout:
-            if line.startswith("{"):
+            if line.startswith(('{"', "{}")):  # not what a library prints of a dict
                 return json.loads(line)
         raise self._failure()
 
@@ -234,6 +240,14 @@ def seconds_of(run: Callable[[], object], clock: Callable[[], float] = time.proc
 def best(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The least value of each figure: other load only adds."""
     return {name: min(run[name] for run in runs) for name in runs[0]}
+
+
+def best_alone(
+    rounds: int, sides: Sequence[str], measure: Callable[..., Any], *arguments: Any
+) -> dict[str, dict[str, float]]:
+    """Side -> the best figures of `measure(*arguments, side)`, in processes that take turns."""
+    runs = in_turn(rounds, {side: partial(alone, measure, *arguments, side) for side in sides})
+    return {side: best(found) for side, found in runs.items()}
 
 
 def require_proc() -> None:

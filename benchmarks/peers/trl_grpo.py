@@ -19,6 +19,7 @@ import os
 import sys
 import time
 import tomllib
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,7 +42,7 @@ from trl import GRPOConfig, GRPOTrainer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measuring import peak_mib
 
-from lockstep.agent.environment import Environment
+from lockstep.agent.environment import Environment, first_messages
 from lockstep.config import resolve
 from lockstep.envs.docsearch.config import INVALID_CALL, DocSearchConfig
 from lockstep.objectives.config import PPOClip
@@ -160,7 +161,7 @@ class Clock(TrainerCallback):
 
 
 def check_format(tokenizer: Any, renderer: Renderer) -> None:
-    """Both sides write a dialogue with the same ids, or nothing is compared."""
+    """Both sides write a dialogue in the same way."""
     first = [
         Message(role="developer", content="Search, then answer."),
         Message(role="user", content="What is the city of Bela?"),
@@ -174,31 +175,22 @@ def check_format(tokenizer: Any, renderer: Renderer) -> None:
         ours = renderer.render(first) + called
         ours += renderer.extend(called, [Message(role="tool", name=name, content=text)])
         function = {"name": name, "arguments": json.loads(arguments)}
-        theirs = tokenizer.apply_chat_template(
-            [
-                *({"role": m.role, "content": m.content} for m in first),
-                {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
-                {"role": "tool", "name": name, "content": content},
-            ],
-            add_generation_prompt=True,
-            return_dict=False,
-        )
-        if ours != theirs:
-            raise SystemExit(
-                f"the two sides do not write the same ids:\nours   {tokenizer.decode(ours)!r}\n"
-                f"theirs {tokenizer.decode(theirs)!r}"
-            )
+        messages = [
+            *({"role": m.role, "content": m.content} for m in first),
+            {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
+            {"role": "tool", "name": name, "content": content},
+        ]
+        check_ids(tokenizer, ours, messages)
 
 
-def check_prompts(tokenizer: Any, renderer: Renderer, prompts: list[list[dict[str, str]]]) -> None:
-    """Both sides write the prompts with the same ids, or nothing is compared."""
-    for prompt in prompts:
-        ours = renderer.render([Message(**message) for message in prompt])
-        theirs = tokenizer.apply_chat_template(
-            prompt, add_generation_prompt=True, return_dict=False
+def check_ids(tokenizer: Any, ours: list[int], messages: list[dict[str, Any]]) -> None:
+    """Both sides write these messages with the same ids, or nothing is compared."""
+    theirs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    if ours != theirs:
+        raise SystemExit(
+            f"the two sides do not write the same ids:\nours   {tokenizer.decode(ours)!r}\n"
+            f"theirs {tokenizer.decode(theirs)!r}"
         )
-        if ours != theirs:
-            raise SystemExit(f"the two sides do not write the same ids for {prompt}.")
 
 
 def main() -> None:
@@ -220,46 +212,50 @@ def main() -> None:
     train(config, options, **parts)
 
 
+def rows_of(config: Config, opening: Callable[[Task], Sequence[Message]]) -> list[dict[str, Any]]:
+    """A row for each task of the run."""
+    num_tasks = config.steps * config.groups_per_step
+    return [
+        {
+            "prompt": [{"role": m.role, "content": m.content} for m in opening(task)],
+            "task_id": task.id,
+            "payload": json.dumps(task.payload),
+        }
+        for task in islice(config.task.tasks(split="train", seed=config.seed), num_tasks)
+    ]
+
+
+def load(directory: Path, tokenizer: Any, end_ids: list[int], **kinds: str) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **kinds)
+    model.generation_config.eos_token_id = end_ids
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model
+
+
 def own_parts(config: Config) -> dict[str, Any]:
     """Parts of TRL's trainer for tasks without tools, and a pretrained model with an adapter."""
     from peft import LoraConfig
 
     model_files = read_model_files(config)
+    renderer, lora = model_files.renderer, model_files.lora
     tokenizer: Any = AutoTokenizer.from_pretrained(model_files.directory)
-    num_tasks = config.steps * config.groups_per_step
-    tasks = list(islice(config.task.tasks(split="train", seed=config.seed), num_tasks))
-    prompts = [
-        [{"role": m.role, "content": m.content} for m in config.task.opening(task)]
-        for task in tasks
-    ]
-    check_prompts(tokenizer, model_files.renderer, prompts[:8])
-    table = InMemoryTable.from_pylist(
-        [
-            {"prompt": prompt, "task_id": task.id, "payload": json.dumps(task.payload)}
-            for prompt, task in zip(prompts, tasks, strict=True)
-        ]
-    )
-    model = AutoModelForCausalLM.from_pretrained(
-        model_files.directory, dtype=torch.float32, attn_implementation="sdpa"
-    )
-    model.generation_config.eos_token_id = list(model_files.renderer.stop_ids)
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    lora = model_files.lora
+    rows = rows_of(config, config.task.opening)
+    for row in rows[:8]:
+        ours = renderer.render([Message(**message) for message in row["prompt"]])
+        check_ids(tokenizer, ours, row["prompt"])
     adapter = {} if lora is None else {
         "peft_config": LoraConfig(
-            r=lora.rank,
-            lora_alpha=lora.alpha,
-            lora_dropout=0.0,
+            r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, task_type="CAUSAL_LM",
             target_modules=sorted({site.hf_name.rpartition(".")[2] for site in lora.sites}),
-            task_type="CAUSAL_LM",
         )
     }  # fmt: skip
+    end_ids = list(renderer.stop_ids)
     return {
         "settings": {"max_completion_length": config.agent.max_turn_tokens},
-        "model": model,
-        "reward_funcs": AnswerJudge(config, model_files.renderer),
+        "model": load(model_files.directory, tokenizer, end_ids, attn_implementation="sdpa"),
+        "reward_funcs": AnswerJudge(config, renderer),
         # A fingerprint of its own: datasets 5.2 cannot pickle some builds of pyarrow for one.
-        "train_dataset": Dataset(table, fingerprint="sums"),
+        "train_dataset": Dataset(InMemoryTable.from_pylist(rows), fingerprint="sums"),
         "processing_class": tokenizer,
         **adapter,
     }
@@ -267,7 +263,7 @@ def own_parts(config: Config) -> dict[str, Any]:
 
 def search_parts(config: Config) -> dict[str, Any]:
     """Parts of TRL's trainer for document search with a shipped model."""
-    model_files = read_model_files(config)
+    model_files, task = read_model_files(config), config.task
     renderer = model_files.renderer
     form = FORMATS[renderer.name]
     tokenizer = PreTrainedTokenizerFast(
@@ -279,20 +275,10 @@ def search_parts(config: Config) -> dict[str, Any]:
     tokenizer.response_template = form["response_template"]
     check_format(tokenizer, renderer)
     SearchWorld.config = config
-
-    num_tasks = config.steps * config.groups_per_step
-    tasks = islice(config.task.tasks(split="train", seed=config.seed), num_tasks)
-    rows = [
-        {
-            "prompt": [
-                {"role": "developer", "content": config.task.instructions},
-                {"role": "user", "content": task.payload["question"]},
-            ],
-            "task_id": task.id,
-            "payload": json.dumps(task.payload),
-        }
-        for task in tasks
-    ]
+    rows = rows_of(
+        config,
+        lambda one: first_messages(one.payload["question"], instructions=task.instructions),
+    )
     longest_prompt = max(
         len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"])
         for row in rows
@@ -300,25 +286,19 @@ def search_parts(config: Config) -> dict[str, Any]:
     # The fastest choice for these models on a CPU: sinks have no sdpa, and grouped or batched
     # experts cost more than the loop over four small ones. A static cache and eager attention for
     # the dense model make no difference; TRL's continuous batching ends no step in a minute there.
-    kinds = (
-        {"attn_implementation": "eager", "experts_implementation": "eager"}
-        if model_files.model.is_moe
-        else {"attn_implementation": "sdpa"}
-    )
-    model = AutoModelForCausalLM.from_pretrained(
-        model_files.directory, dtype=torch.float32, **kinds
-    )
-    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(form["stop"])
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    kinds = {"attn_implementation": "sdpa"}
+    if model_files.model.is_moe:
+        kinds = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    end_ids = tokenizer.convert_tokens_to_ids(form["stop"])
     opening_ids = tokenizer.encode(form["opening"], add_special_tokens=False)
     return {
         "settings": {
             "max_completion_length": config.max_tokens - longest_prompt,
             "generation_kwargs": {"max_new_tokens": config.agent.max_turn_tokens},
             # One generation comes before the first tool call: one turn more than iterations.
-            "max_tool_calling_iterations": config.task.max_calls - 1,
+            "max_tool_calling_iterations": task.max_calls - 1,
         },
-        "model": model,
+        "model": load(model_files.directory, tokenizer, end_ids, **kinds),
         "reward_funcs": Judge(renderer, opening_ids),
         "train_dataset": Dataset(InMemoryTable.from_pylist(rows), fingerprint="search"),
         "processing_class": tokenizer,
@@ -332,28 +312,24 @@ def train(
     """Runs the steps."""
     trainer, objective = config.trainer, config.objective
     with TemporaryDirectory() as directory:
-        settings = (
-            settings
-            | SETTINGS
-            | {
-                "output_dir": directory,
-                "seed": config.seed,
-                "max_steps": config.steps,
-                "per_device_train_batch_size": config.groups_per_step * config.group_size,
-                "num_generations": config.group_size,
-                "temperature": config.agent.temperature,
-                "top_k": config.agent.top_k,
-                "top_p": config.agent.top_p,
-                "epsilon": objective.clip[0],
-                "epsilon_high": objective.clip[1],
-                "learning_rate": trainer.lr,
-                "warmup_steps": trainer.warmup_updates,
-                "adam_beta1": trainer.betas[0],
-                "adam_beta2": trainer.betas[1],
-                "weight_decay": trainer.weight_decay,
-                "max_grad_norm": trainer.grad_clip,
-            }
-        )
+        settings |= SETTINGS | {
+            "output_dir": directory,
+            "seed": config.seed,
+            "max_steps": config.steps,
+            "per_device_train_batch_size": config.groups_per_step * config.group_size,
+            "num_generations": config.group_size,
+            "temperature": config.agent.temperature,
+            "top_k": config.agent.top_k,
+            "top_p": config.agent.top_p,
+            "epsilon": objective.clip[0],
+            "epsilon_high": objective.clip[1],
+            "learning_rate": trainer.lr,
+            "warmup_steps": trainer.warmup_updates,
+            "adam_beta1": trainer.betas[0],
+            "adam_beta2": trainer.betas[1],
+            "weight_decay": trainer.weight_decay,
+            "max_grad_norm": trainer.grad_clip,
+        }
         arguments = GRPOConfig(**(settings | options.trl))
         GRPOTrainer(args=arguments, callbacks=[Clock()], **parts).train()
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,16 @@ SETTINGS = ("steps=1", "contract=none", "evaluation=none", "trainer.warmup_updat
 """A step of 64 episodes, from which faults cannot be told by the checks of the contract."""
 
 
+def faulty_run(words: Sequence[str], out: Path) -> None:
+    """A quickstart with these settings and faults."""
+    settings, faults = split_faults(words)
+    with injected(*faults):
+        train(resolve(find_recipe("quickstart"), settings), out=out, view="json")
+
+
 def verdict(cause: str, fault: str, out: Path) -> dict[str, Any]:
     """What the doctor says of a run with the fault."""
-    words = f"model={MODEL} --fault={fault}".split()
-    settings, faults = split_faults([*SETTINGS, *words])
-    config = resolve(find_recipe("quickstart"), settings)
-    with injected(*faults):
-        train(config, out=out, view="json")
+    faulty_run([*SETTINGS, f"model={MODEL}", *f"--fault={fault}".split()], out)
     diagnosis = diagnose(out, model="own")
     named = [found.name for found, _ in diagnosis.causes]
     return {

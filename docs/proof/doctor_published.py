@@ -19,8 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import doctor_faults  # noqa: F401 - the fault of level d
 import numpy as np
+from doctor import faulty_run
 from investigation import NUM_EPISODES, play_by_messages
 from run import save, stamp
 
@@ -28,12 +28,10 @@ from lockstep.config import resolve
 from lockstep.doctor.diagnose import diagnose
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.native import write_rows
-from lockstep.doctor.monitor import train
 from lockstep.doctor.rows import Rows
 from lockstep.recipes import find_recipe
 from lockstep.run.build import Parts, build
 from lockstep.run.preflight import preflight
-from lockstep.testing.faults import injected, split_faults
 
 HERE = Path(__file__).parent
 MODELS = ("tiny-gpt-oss", "tiny-qwen3")
@@ -68,9 +66,8 @@ def tools_of(config: Any) -> str:
 
 
 def at_level(rows: Rows, level: str) -> Rows:
-    drop = {"a": ("messages", "engine_ids", "engine_prompt_ids"),
-            "b": ("messages", "engine_ids", "engine_prompt_ids"),
-            "c": ("engine_ids", "engine_prompt_ids"), "e": ()}[level]  # fmt: skip
+    engines = ("engine_ids", "engine_prompt_ids") if level != "e" else ()
+    drop = (*engines, *(["messages"] if level in "ab" else []))
     return rows.with_(**dict.fromkeys(drop), turn=None, is_sampled=None)
 
 
@@ -103,9 +100,7 @@ def judged(model: str, folder: Path) -> dict[str, Any]:
         out[level] = told(diagnose(path, **({} if level == "a" else {"model": model})))
     settings = [f"model={model}", "contract=none", "steps=1", "groups_per_step=4", "group_size=6",
                 "evaluation=none", "--fault=rerendered_history"]  # fmt: skip
-    own, faults = split_faults(settings)
-    with injected(*faults):
-        train(resolve(find_recipe("quickstart"), own), out=folder / f"run-{model}")
+    faulty_run(settings, folder / f"run-{model}")
     out["d"] = told(diagnose(folder / f"run-{model}"))
     return out
 
@@ -117,10 +112,7 @@ def main() -> None:
             found[model] = judged(model, Path(folder))
             for level, said in found[model].items():
                 print(model, level, json.dumps(said), flush=True)
-    document = {
-        **stamp("python docs/proof/doctor_published.py"), "models": found,
-    }  # fmt: skip
-    save("doctor_published", document)
+    save("doctor_published", stamp("python docs/proof/doctor_published.py") | {"models": found})
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import warnings
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
 from lockstep.config import resolve
-from lockstep.engines.base import Capabilities, Engine, EngineContext, Scores
+from lockstep.engines.base import Capabilities, EngineContext, Scores
 from lockstep.engines.config import EngineConfig
 from lockstep.engines.registry import make_engine
 from lockstep.envs.custom import Episode
@@ -46,6 +46,7 @@ from lockstep.objectives.losses import make_loss
 from lockstep.recipes import find_recipe
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.train import train
+from lockstep.testing.engines import FakeEngine
 from lockstep.training.config import TrainerConfig
 from lockstep.training.trainer import Trainer
 from lockstep.types import Delta, Request, Sample
@@ -83,29 +84,17 @@ class TransformersConfig(EngineConfig):
     """transformers' `generate`, one request after the other."""
 
 
-class TransformersEngine(Engine):
+class TransformersEngine(FakeEngine):
     """A copy of the model that samples. Nothing interrupts it: a run here has no asynchrony."""
 
     def __init__(self, directory: Path, *, vocab_size: int, max_tokens: int) -> None:
+        super().__init__(lambda request: [], vocab_size=vocab_size, max_tokens=max_tokens)
         self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self.model.eval()
-        self._version = 0
         self._capabilities = Capabilities(
-            name="transformers",
-            vocab_size=vocab_size,
-            max_tokens=max_tokens,
-            distributions=("model",),
-            scored_distributions=("model",),
-            has_score=True,
-        )
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
-    def version(self) -> int:
-        return self._version
+            name="transformers", vocab_size=vocab_size, max_tokens=max_tokens,
+            distributions=("model",), scored_distributions=("model",), has_score=True,
+        )  # fmt: skip
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
         prompt, sampling = torch.from_numpy(request.prompt_ids.astype(np.int64)), request.sampling
@@ -150,18 +139,6 @@ class TransformersEngine(Engine):
         if misfits := {k: names for k, names in found.items() if names}:
             raise EngineError(f"transformers does not load what was sent: {misfits}.")
         self.model, self._version = loaded.eval(), version
-
-    async def abort(self, request_id: str) -> None: ...
-
-    async def pause(self) -> None: ...
-
-    async def resume(self, *, kv: Literal["drop", "keep"] = "drop") -> None: ...
-
-    async def sleep(self) -> None: ...
-
-    async def wake(self) -> None: ...
-
-    async def close(self) -> None: ...
 
 
 @make_engine.register

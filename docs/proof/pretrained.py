@@ -29,7 +29,7 @@ from typing import Any
 
 from claim_measures import reencoded
 from investigation import by_messages
-from run import HERE, ROOT, expanded, host, lockstep, rows_of, save, today
+from run import HERE, ROOT, expanded, host, lockstep, rows_of, save, today, tokens_of
 
 from lockstep import measure_noise
 from lockstep.doctor.ladder import climb
@@ -73,10 +73,7 @@ def describe(words: list[str], path: Path) -> dict[str, Any]:
     steps = sum("reward/mean" in row for row in rows)
     return {
         "command": "lockstep " + " ".join(words).replace(f"{ROOT}/", ""),
-        "minutes": round(
-            max(row["time/elapsed_seconds"] for row in rows if "time/elapsed_seconds" in row) / 60,
-            1,
-        ),
+        "minutes": round(max(row.get("time/elapsed_seconds", 0) for row in rows) / 60, 1),
         "held_out": {
             str(min(row["step"] + 1, steps)): [
                 round(row[f"eval/{how}/mean@1"], 3) for how in ("sampled", "greedy")
@@ -86,23 +83,25 @@ def describe(words: list[str], path: Path) -> dict[str, Any]:
         },
         "reward": [round(row["reward/mean"], 3) for row in rows if "reward/mean" in row],
         "loss": [round(row["train/loss"], 4) for row in rows if "perplexity" in row],
-        "unequal_tokens": int(sum(row.get("mismatch/unequal_tokens", 0) for row in rows)),
-        "compared_tokens": int(sum(row.get("mismatch/compared_tokens", 0) for row in rows)),
+        **tokens_of(rows),
     }
 
 
 def play(part: str, seed: int, place: Path) -> dict[str, Any]:
     """The runs of a part, in order: the base model, then demonstrations, then RL."""
     if part in PROGRAMS:
-        subprocess.run([sys.executable, ROOT / "examples" / PROGRAMS[part]], cwd=place, check=True)
+        example(part, place)
     return {name: run(text, place, seed) for name, text in PLAN[part].items()}
+
+
+def example(part: str, place: Path) -> None:
+    """Writes the tasks of a part."""
+    subprocess.run([sys.executable, ROOT / "examples" / PROGRAMS[part]], cwd=place, check=True)
 
 
 def teach(seed: int, place: Path) -> None:
     """The calculator's demonstrations, and the model that learned them."""
-    subprocess.run(
-        [sys.executable, ROOT / "examples" / PROGRAMS["calculator"]], cwd=place, check=True
-    )
+    example("calculator", place)
     run(PLAN["calculator"]["demonstrations"], place, seed)
 
 

@@ -35,6 +35,10 @@ SEEDS = (0, 1, 2)
 MODELS = ("tiny-gpt-oss", "tiny-qwen3")
 SHIPPED = dict.fromkeys(MODELS, "quickstart") | {"tiny-math": "math"}
 """Each model that comes with the package, and a recipe that it is played with."""
+HELD_OUT = {
+    "held_out_sampled": "eval/sampled/mean@1", "held_out_greedy": "eval/greedy/mean@1",
+    "two_hop_correct_sampled": "eval/sampled/correctness/2-hop",
+}  # fmt: skip
 CONTRACTS = ((), ("contract=none",))  # the recipe's default, and without
 
 
@@ -59,20 +63,15 @@ def describe_run(path: Path) -> dict[str, Any]:
     steps = [r for r in rows if "reward/mean" in r]
     tests = [r for r in rows if "eval/sampled/mean@1" in r]
     rewards = [r["reward/mean"] for r in steps]
-    first, last = tests[0], tests[-1]
+    ends = (tests[0], tests[-1])
     return {
         "reward_step_0": round(rewards[0], 3),
         "reward_last_10": round(mean(rewards[-10:]), 3),
-        "held_out_sampled": [round(t["eval/sampled/mean@1"], 3) for t in (first, last)],
-        "held_out_greedy": [round(t["eval/greedy/mean@1"], 3) for t in (first, last)],
-        "two_hop_correct_sampled": [
-            round(t["eval/sampled/correctness/2-hop"], 3) for t in (first, last)
-        ],
+        **{name: [round(t[metric], 3) for t in ends] for name, metric in HELD_OUT.items()},
         "training_seconds": round(steps[-1]["time/elapsed_seconds"], 1),
         "k3_worst": max(r["mismatch/k3"] for r in steps),
         "max_abs_diff_worst": max(r["mismatch/max_abs_diff"] for r in steps),
-        "unequal_tokens": int(sum(r["mismatch/unequal_tokens"] for r in steps)),
-        "compared_tokens": int(sum(r["mismatch/compared_tokens"] for r in steps)),
+        **tokens_of(steps),
     }
 
 
@@ -240,6 +239,12 @@ def lockstep(*words: str, cwd: Path = ROOT) -> str:
 def rows_of(run: Path) -> list[dict[str, Any]]:
     """What a run logged."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def tokens_of(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Tokens whose two log-probs were compared, and those where they differ, over all rows."""
+    names = ("unequal_tokens", "compared_tokens")
+    return {name: int(sum(row.get(f"mismatch/{name}", 0) for row in rows)) for name in names}
 
 
 def expanded(text: str, named: Mapping[str, str]) -> tuple[str, ...]:

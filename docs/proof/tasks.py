@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from run import HERE, ROOT, SEEDS, host, lockstep, rows_of, save, today
+from run import HERE, ROOT, SEEDS, host, lockstep, rows_of, save, today, tokens_of
 
 JSON = HERE / "tasks.json"
 PLOTS = ROOT / "docs" / "tasks"
@@ -116,8 +116,7 @@ def run(name: str, recipe: Recipe, more: tuple[str, ...], out: Path) -> dict[str
             **{figure: first_and_last(steps, metric) for figure, metric in recipe.means.items()},
         },
         "played_again": again,
-        "unequal_tokens": int(sum(s["mismatch/unequal_tokens"] for s in steps)),
-        "compared_tokens": int(sum(s["mismatch/compared_tokens"] for s in steps)),
+        **tokens_of(steps),
         "reward_curve": [round(s["reward/mean"], 3) for s in steps],
     }
 

@@ -2,15 +2,12 @@
 
     python docs/proof/trl_equal.py --packages DIR [--steps 50] [--json FILE]
     python docs/proof/trl_equal.py --packages DIR --model smollm2-135m --steps 5
-    python docs/proof/trl_equal.py --packages DIR --times [--steps 6] [--model smollm2-135m]
     python docs/proof/trl_equal.py --packages DIR --curves --model smollm2-135m [--json FILE]
 
 It trains a small random model on prompts of unlike lengths, without an adapter and with PEFT's
 LoRA, in micro-batches that are padded on both sides. --model takes any other model that Lockstep
 reads. Each line has the tokens that were compared, the tokens whose two log-probs differ in a bit,
-and the largest KL of a step. --times compares the processor time of a step, on a wider model: with
-the decoder alone, with the watch, with a correction, and with the weights that TRL computes for
-vLLM. DIR has TRL:
+and the largest KL of a step. --curves trains beside TRL alone, on the same seeds. DIR has TRL:
 
     pip install --target DIR --no-deps trl==1.16.0 datasets dill multiprocess xxhash pandas httpx \\
         pyarrow
@@ -27,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -51,15 +49,14 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=out, pad_token="<pad>", eos_token="<eos>")
 
 
-def write_small_model(directory: Path, *, width: int = 64) -> Path:
+def write_small_model(directory: Path) -> Path:
     """A random Qwen3 of two layers, whose replies end soon, or late."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=len(CHARACTERS) + 2, hidden_size=width, intermediate_size=2 * width,
-        num_hidden_layers=2,
+        vocab_size=len(CHARACTERS) + 2, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=512,
         initializer_range=0.1, eos_token_id=1, pad_token_id=0, tie_word_embeddings=True,
     )  # fmt: skip
@@ -167,40 +164,6 @@ class Clock:
         return lambda *_, **__: None
 
 
-def times(given: str, steps: int, *, rounds: int = 3) -> dict[str, Any]:
-    """Processor seconds of a step in each way, and their ratio to the first. The ways take turns,
-    and the first step of each turn does not count."""
-    from lockstep.correction import Correction
-
-    ways: dict[str, dict[str, Any]] = {
-        "alone": {"watch": False},
-        "watch": {"watch": True},
-        "correction": {"watch": False, "correction": Correction.mis()},
-        "weights of TRL": {"watch": False},
-    }
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    with TemporaryDirectory() as place:
-        model = given or write_small_model(Path(place) / "model", width=512)
-        for number in range(rounds):
-            for name, parts in ways.items():
-                out = Path(place) / f"{name} {number}"
-                trainer = make_trainer(
-                    model, out, settings={"max_steps": steps, "max_completion_length": 64}, **parts
-                )
-                if name == "weights of TRL":  # its own code; the sampler stands in for vLLM
-                    trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
-                trainer.add_callback(clock := Clock())
-                trainer.train()
-                found[name] += clock.seconds[1:]
-    seconds = {name: statistics.median(values) for name, values in found.items()}
-    alone = seconds["alone"]
-    return {
-        "cpu_seconds": {name: round(value, 4) for name, value in seconds.items()},
-        "ratio": {name: round(value / alone, 4) for name, value in seconds.items()},
-        "steps": len(found["alone"]),
-    }
-
-
 def curve(model: str, steps: int, seed: int, *, is_alone: bool) -> dict[str, Any]:
     """Reward and processor seconds of each step, and the gap where there is one."""
     with TemporaryDirectory() as place:
@@ -224,27 +187,20 @@ def main() -> None:
     parser.add_argument("--packages", default="", help="a folder that has TRL for this Python")
     parser.add_argument("--model", default="", help="in place of the small random model")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--times", action="store_true")
     parser.add_argument("--curves", action="store_true")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--json", default="", help="a file for the result")
     options = parser.parse_args()
     if options.packages:
         sys.path.append(options.packages)
-    if options.times:
-        print(json.dumps(times(options.model, options.steps)))
-        return
     runs: list[dict[str, Any]] = []
     if options.curves:
         works = [
             partial(curve, options.model, options.steps, seed, is_alone=is_alone)
-            for seed in options.seeds
-            for is_alone in (True, False)
+            for seed, is_alone in product(options.seeds, (True, False))
         ]
     else:
-        works = [
-            partial(measured, options.model, options.steps, lora=lora) for lora in (False, True)
-        ]
+        works = [partial(measured, options.model, options.steps, lora=n) for n in (False, True)]
     for work in works:
         runs.append(work())
         print(json.dumps(runs[-1]), flush=True)
@@ -253,11 +209,10 @@ def main() -> None:
     if options.json:
         from run import stamp
 
-        model = options.model or "random Qwen3, 2 layers"
         command = "python docs/proof/trl_equal.py --packages DIR"
         if options.curves:
             command += f" --curves --model {options.model} --steps {options.steps}"
-        result = stamp(command) | {"model": model}
+        result = stamp(command) | {"model": options.model or "random Qwen3, 2 layers"}
         result |= {"runs": runs, "versions": versions}
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
     if any(run.get("unequal_tokens") or run.get("largest_kl") for run in runs):
