@@ -79,7 +79,7 @@ def test_a_case_that_fails_crashes_or_hangs_does_not_end_the_others(gpu, tmp_pat
     crashed = gpu.play("a", ["--device", "cpu"], seconds=60)
     assert crashed["status"] == "crashed" and "KeyError" in crashed["why"]
     assert gpu.play("a", ["--device", "cpu"], seconds=0.01)["status"] == "timed out"
-    assert gpu.run_case("b", where) == {**gpu.run_case("b", where), "status": "left out"}
+    assert gpu.run_case("b", where)["status"] == "left out"
     monkeypatch.setattr(sys, "argv", ["gpu.py", "truth", "--device", "cpu", "--seconds", "0"])
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--out", str(tmp_path / "gpu.json")])
     assert gpu.main() == 1
