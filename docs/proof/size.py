@@ -23,10 +23,10 @@ PACKAGE = ROOT / "src" / "lockstep"
 CEILINGS = {
     "nouns: types, errors, config": 1_916,
     "tinker": 3_772,
-    "run": 4_934,
+    "run": 4_938,
     "renderers": 3_301,
-    "models and ops": 8_778,
-    "engines, sync, launch": 9_154,
+    "models and ops": 8_774,
+    "engines, sync, launch": 9_150,
     "agent": 6_826,
     "learn: training, correction, objectives": 5_059,
     "doctor": 7_657,
@@ -34,8 +34,8 @@ CEILINGS = {
     "store, observe, report": 2_784,
     "environments and recipes": 3_682,
     "testing": 1_523,
-    "tests": 60_190,
-    "proofs and benchmarks": 9_507,
+    "tests": 59_907,
+    "proofs and benchmarks": 8_985,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling
 follows."""
