@@ -79,6 +79,10 @@ def test_numbers_and_masks(name, where, value, cause):
     assert proved(rows) == {cause: {"row-3"}}
 
 
+def test_a_row_without_any_number_of_a_side_was_not_recorded():
+    assert proved(changed(ROWS, "trainer_logprobs", at(3, 0, 120), np.nan)) == {}
+
+
 @pytest.mark.parametrize("digits", [0, 1, 2, 3])
 def test_rounded_numbers_are_on_a_grid_and_the_repair_rounds_the_other_side(digits):
     rows = ROWS.with_(rollout_logprobs=np.round(ROWS.rollout_logprobs, digits))

@@ -30,10 +30,12 @@ def sides(rows: Rows) -> Iterator[tuple[str, str, Float32Array, Float32Array | N
 @fact("finite", claim="every trained token has a finite log-prob where its row has any")
 def finite(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     for who, _, values, _ in sides(rows):
-        is_wrong = rows.loss_mask & ~np.isfinite(values)
-        # The first token of a row has no log-prob; a side without any was not recorded.
-        is_wrong &= rows.position > 0
-        if is_wrong.any() and np.isfinite(values[rows.loss_mask]).any():
+        # The first token of a row has no log-prob. A row without any was not recorded: a trainer
+        # measures the first of a step's updates, whose policy is the sampler's.
+        recorded = rows.row_of[rows.loss_mask & ~np.isnan(values)]
+        is_wrong = rows.loss_mask & ~np.isfinite(values) & (rows.position > 0)
+        is_wrong &= np.isin(rows.row_of, recorded)
+        if is_wrong.any():
             kind = "NaN" if np.isnan(values[is_wrong]).any() else "infinite"
             note = f"the {who}'s log-prob of a trained token is {kind}"
             yield Contradiction("nonfinite", note, *rows.runs(is_wrong))
