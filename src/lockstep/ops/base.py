@@ -270,8 +270,6 @@ class Ops:
             if torch.is_grad_enabled():
                 return RmsNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]
             return _rms_norm(x, weight, eps)[0]
-        if x.dtype == torch.float32 and weight.dim() == 1:
-            return F.rms_norm(x, weight.shape, weight, eps)
         # Hugging Face's order of roundings: normalise in float32, round, then scale.
         normed = F.rms_norm(x.to(sum_dtype(x.dtype)), weight.shape[-1:], None, eps)
         return weight * normed.to(x.dtype)
