@@ -6,7 +6,7 @@ record the log-prob of every token. The embedded engine runs stock ops (contract
 of its own, the contract's ops; so does Lockstep's decoder inside vLLM. Each figure is the best
 processor time of a whole batch, after a batch to warm up.
 
-    .venv-vllm/bin/python benchmarks/engine_vs_vllm.py [--rounds N] [--only MODEL ...]
+    PYTHONPATH=src .venv-vllm/bin/python benchmarks/engine_vs_vllm.py [--rounds N] [--only MODEL ..]
 """
 
 from __future__ import annotations

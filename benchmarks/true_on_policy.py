@@ -44,8 +44,9 @@ from lockstep.objectives.config import PPOClip
 from lockstep.objectives.losses import make_loss
 from lockstep.ops.base import KEY_QUANTUM, Ops
 from lockstep.ops.context import AttentionSpec, PagedContext
-from lockstep.ops.invariant import InvariantOps, ask_for_reproducible_gemm
-from lockstep.ops.paged import paged_attention
+from lockstep.ops.invariant import ask_for_reproducible_gemm
+from lockstep.ops.paged import PagedKernel, paged_attention
+from lockstep.ops.selftest import prove
 from lockstep.training.config import TrainerConfig
 from lockstep.training.trainer import Trainer
 from lockstep.types import Sample
@@ -96,14 +97,7 @@ class FlashAttention(Ops):
             return out[:, 0]
 
         return paged_attention(
-            q,
-            k,
-            v,
-            spec=spec,
-            context=context,
-            attend=attend,
-            key_block=KEY_QUANTUM,
-            key_quantum=KEY_QUANTUM,
+            q, k, v, spec, context, PagedKernel(attend, KEY_QUANTUM, KEY_QUANTUM)
         )
 
 
@@ -113,11 +107,11 @@ class Bench:
     def __init__(
         self, backends: dict[str, Ops], clock: Callable[[], float], kind: str, dtype: str
     ) -> None:
-        self._backends, self._clock = backends, clock
-        self._num_requests = 0
+        self._clock, self._num_requests = clock, 0
         model = Decoder(ModelConfig.from_hf(SHAPES[kind]))
         model.init_weights(std=0.05, seed=0)
         self._model = model.to(getattr(torch, dtype))
+        self._backends = backends or {"": prove(self._model).ops}
         self._trainer = Trainer(self._model, TrainerConfig(lr=1e-6), like=Path("."))
         self._engines: dict[str, EmbeddedEngine] = {}
         self._rng = np.random.default_rng(0)
@@ -228,7 +222,7 @@ def run_side(name: str, kind: str, dtype: str, threads: int, clock: str) -> None
     backends: dict[str, Ops] = {"": Ops(), "flash": FlashAttention()}
     if name == "ours":
         ask_for_reproducible_gemm()
-        backends = {"": InvariantOps()}
+        backends = {}  # those of the self-test
     torch.set_num_threads(threads)
     bench = Bench(backends, CLOCKS[clock], kind, dtype)
     answer_lines(lambda job: bench.measure(*job))
