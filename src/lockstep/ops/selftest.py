@@ -284,7 +284,7 @@ def find_packings(
     usable = [p for p in PACKINGS if is_native or p.dtype == torch.float32]
 
     def is_invariant(shape: tuple[int, ...], packing: Packing) -> bool:
-        call = _Call("linear", _cancelling(sum(ROW_LENGTHS), *shape, packing.dtype), {})
+        call = _Call("linear", _cancelling(sum(ROW_LENGTHS), shape[0], shape[1], packing.dtype), {})
         return not any(_row_checks(InvariantOps(Rules(packed={shape: packing})), call))
 
     wide = filter(onednn.is_packable, dict.fromkeys(shapes))
