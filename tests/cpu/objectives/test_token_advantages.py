@@ -98,7 +98,8 @@ def test_blocks_padding_and_packing_give_the_recursion(seed, lengths, gamma, lam
     for exact, of_padded, of_packed in zip(expected, padded, packed, strict=True):
         # a sum of up to 259 terms of size 1: 259 * 2^-53 of their sum, some 1e-11
         torch.testing.assert_close(of_padded, exact, rtol=0, atol=1e-10)
-        assert torch.equal(of_padded[mask], of_packed)
+        # The layouts have rows of different widths, whose products may add in another order.
+        torch.testing.assert_close(of_padded[mask], of_packed, rtol=0, atol=1e-12)
 
 
 def test_results_have_no_gradient_and_the_dtype_of_the_values():
