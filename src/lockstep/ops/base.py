@@ -570,8 +570,9 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 class RmsNorm(torch.autograd.Function):
-    """`Ops.rms_norm` on a CPU: up to a third faster than torch's. Rounds as on a GPU. Keeps its input,
-    and a factor for each row."""
+    """`Ops.rms_norm` on a CPU: up to a third faster than torch's. Rounds as on a GPU.
+
+    Keeps its input, and a factor for each row."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):
