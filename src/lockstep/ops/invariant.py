@@ -158,11 +158,10 @@ class InvariantOps(GemmOps):
         return out[:M, :N].to(dtype)
 
     def packing_of(self, weight_NK: Tensor) -> Packing | None:
-        """How products with this weight are packed; None if they are not."""
+        """How products with this weight are packed; None if they are not, or would round it."""
         packing = self.rules.packed.get(tuple(weight_NK.shape))
-        if packing is not None and weight_NK.dtype == torch.float32:
-            return packing._replace(dtype=torch.float32)
-        return packing
+        is_exact = packing is not None and packing.dtype in (torch.float32, weight_NK.dtype)
+        return packing if is_exact else None
 
     def matmul(self, x: Tensor, y: Tensor) -> Tensor:
         rows = x.shape[1]

@@ -8,22 +8,17 @@ import torch
 from lockstep.ops import selftest
 from lockstep.ops.base import Ops
 from lockstep.ops.invariant import InvariantOps, Packing, Rules
-from lockstep.ops.onednn import has_bfloat16
+from lockstep.ops.onednn import can_pack, has_bfloat16
 
 SHAPE = (320, 512)
-DTYPES = [
-    torch.float32,
-    pytest.param(
-        torch.bfloat16,
-        marks=pytest.mark.skipif(not has_bfloat16(), reason="this CPU has no bfloat16"),
-    ),
-]
+needs_bfloat16 = pytest.mark.skipif(not has_bfloat16(), reason="this CPU has no bfloat16")
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=needs_bfloat16)]
 in_both = pytest.mark.parametrize("dtype", DTYPES)
 pytestmark = pytest.mark.usefixtures("process_settings")
 
 
-def ops_of(dtype, *, shape=SHAPE):
-    return InvariantOps(Rules(packed={shape: Packing(dtype)}))
+def ops_of(dtype):
+    return InvariantOps(Rules(packed={SHAPE: Packing(dtype)}))
 
 
 def test_the_order_of_a_sum_shows_where_its_terms_cancel():
@@ -86,18 +81,26 @@ def test_a_weight_that_was_updated_is_packed_again(dtype):
         assert ops.linear(x[:0], weight).shape == (0, SHAPE[0])
 
 
+def test_without_onednn_no_weight_is_packed(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not can_pack(torch.empty(SHAPE))
+    assert not selftest.find_packings([SHAPE], torch.float32)
+
+
+def test_a_weight_is_not_rounded_to_the_dtype_of_its_shapes_packing():
+    x, weight = torch.randn(8, SHAPE[1]), torch.randn(SHAPE)
+    plain = torch.nn.functional.linear(x, weight)
+    torch.testing.assert_close(ops_of(torch.bfloat16).linear(x, weight), plain)
+
+
 @in_both
 def test_experts_follow_a_change_in_place(dtype):
-    shape = (256, 512)
-    ops, counts = ops_of(dtype, shape=shape), [1, 0, 7]
-    x, weight = torch.randn(8, shape[1]).to(dtype), torch.randn(3, *shape).to(dtype)
-    seen = []
-    for expert in (None, 0, 2):
-        if expert is not None:
-            weight[expert] *= 2.0
-        packed_now = ops.expert_linear(x, weight.clone().requires_grad_().detach(), None, counts)
+    ops, seen = ops_of(dtype), []
+    x, weight = torch.randn(8, SHAPE[1]).to(dtype), torch.randn(3, *SHAPE).to(dtype)
+    for expert in ([], 0, 2):
+        weight[expert] *= 2.0
         with torch.inference_mode():
-            assert torch.equal(ops.expert_linear(x, weight, None, counts), packed_now)
-        seen.append(packed_now)
+            seen.append(ops.expert_linear(x, weight, None, [1, 0, 7]))
+        assert torch.equal(seen[-1], ops.expert_linear(x, weight.clone(), None, [1, 0, 7]))
     assert torch.equal(seen[1][:1], seen[0][:1] * 2) and torch.equal(seen[1][1:], seen[0][1:])
     assert torch.equal(seen[2][1:], seen[1][1:] * 2) and torch.equal(seen[2][:1], seen[1][:1])
