@@ -50,8 +50,8 @@ class PackedWeights:
 
     After an optimizer that does not count its writes, the version must be incremented, as the
     embedded engine's `load_weights` does. They are kept for samplers, which run in inference mode,
-    and for frozen weights. A trainer packs others in each forward, which takes 3 to 6 % of the products
-    of 2,048 rows, and a quarter to half of those of 256: its micro-batches should not be small.
+    and for frozen weights. A trainer packs others in each forward, which takes 3 to 6 % of the
+    products of 2,048 rows, and a quarter to half of those of 256.
     """
 
     def __init__(self) -> None:
