@@ -13,7 +13,7 @@ import pytest
 from lockstep.agent.sandbox.base import SandboxLimits
 from lockstep.agent.sandbox.container import ContainerConfig
 from lockstep.agent.sandbox.process import Launch, ProcessSandbox, inside_arguments
-from lockstep.system import signal_tree
+from lockstep.system import children_of, signal_tree
 
 FORGED = """
 import os, sys, threading
@@ -73,15 +73,23 @@ def test_a_session_goes_on_after_it_stood_still():
 
 def test_a_signal_reaches_the_whole_tree():
     shell = subprocess.Popen(["sh", "-c", "(sleep 60; true) & sleep 60 & wait"])
-    time.sleep(0.5)
-    signal_tree(shell.pid, signal.SIGSTOP)
-    pids = [
-        int(stat.parent.name)
-        for stat in Path("/proc").glob("[0-9]*/stat")
-        if os.getpgid(int(stat.parent.name)) == os.getpgid(shell.pid)
-        and b"sleep" in stat.read_bytes()
-    ]
-    states = {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids}
-    signal_tree(shell.pid, signal.SIGKILL)
-    shell.wait()
-    assert len(pids) >= 2 and states == {"T"}
+
+    def states_become(wanted):
+        """A signal takes effect when the process runs next: waits at most 60 s."""
+        for _ in range(6000):
+            children = children_of(shell.pid)
+            pids = children.union(*map(children_of, children))
+            stats = [Path(f"/proc/{pid}/stat").read_text() for pid in pids]
+            found = [stat.rpartition(")")[2].split()[0] for stat in stats if "(sleep)" in stat]
+            if found == wanted:
+                return True
+            time.sleep(0.01)
+        return False
+
+    try:
+        assert states_become(["S", "S"])
+        signal_tree(shell.pid, signal.SIGSTOP)
+        assert states_become(["T", "T"])
+    finally:
+        signal_tree(shell.pid, signal.SIGKILL)
+        shell.wait()
