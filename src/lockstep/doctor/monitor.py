@@ -36,6 +36,7 @@ from lockstep.run.train import train as train_without_monitor
 from lockstep.run.train import train_side_by_side as train_side_by_side_without_monitor
 from lockstep.run_config import Config
 from lockstep.store.run import Outcome
+from lockstep.store.trajectories import trainer_logprobs
 from lockstep.types import Group, Sample
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def rows_of(samples: Sequence[Sample], groups: Sequence[Group], *, version: int)
     ]
     return Rows.of(
         samples,
-        trainer_version=np.full(len(samples), version, np.int64),
+        trainer_version=np.where([trainer_logprobs(s) is None for s in samples], -1, version),
         prompt_lengths=np.array([prompt_length(sample) for sample in samples], np.int64),
         engine_ids=tuple(replies(t, leaf) for t, leaf in placed),
         engine_prompt_ids=tuple(tuple(prompts(t, leaf)) for t, leaf in placed),

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import AlignmentError
+from lockstep.store.trajectories import trainer_logprobs
 from lockstep.types import COLUMNS, Float32Array, Int32Array, Int64Array, Message, Sample
 
 SIDES = {"sampler": "rollout_logprobs", "trainer": "trainer_logprobs"}
@@ -58,7 +59,8 @@ class Rows:
     policy_version: Int32Array | None = None
     """[N] version of the weights that sampled the token, -1 where not sampled."""
     trainer_version: Int64Array | None = None
-    """[R] version of the weights behind `trainer_logprobs`."""
+    """[R] version of the weights behind `trainer_logprobs`; -1 where the trainer measured none: it
+    measures the first of a step's updates, whose policy is the sampler's."""
     advantages: Float32Array | None = None
     """[N]"""
     routed_experts: npt.NDArray[np.int16] | None = None
@@ -304,22 +306,12 @@ class Rows:
 
 
 def _trainer_logprobs(samples: Sequence[Sample]) -> Float32Array | None:
-    """Log-probs by the trainer before its update, NaN in rows that it did not score; None if it
-    scored none. An old policy that is the sampler's own array does not count: comparing an array
-    with itself would report a gap of 0 that nobody measured."""
-    found: list[Float32Array | None] = []
-    for sample in samples:
-        rollout = sample.columns.get("rollout_logprobs")
-        columns = (sample.columns.get(name) for name in ("logprobs", "old_logprobs"))
-        found.append(next((c for c in columns if c is not None and c is not rollout), None))
+    """[N] the trainer's log-probs, NaN in rows that it did not score; None if it scored none."""
+    found = [trainer_logprobs(sample) for sample in samples]
     if all(column is None for column in found):
         return None
-    return np.concatenate(
-        [
-            np.full(len(sample), np.nan, np.float32) if column is None else column
-            for sample, column in zip(samples, found, strict=True)
-        ]
-    )
+    pairs, nan = zip(samples, found, strict=True), np.float32(np.nan)
+    return np.concatenate([np.full(len(s), nan) if c is None else c for s, c in pairs])
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

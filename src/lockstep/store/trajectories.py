@@ -245,7 +245,7 @@ def _trained_values(
             raise AlignmentError(
                 f"training row {sample.id!r} has {len(sample)} tokens, its path has {sum(lengths)}."
             )
-        columns = {**sample.columns, "trainer_logprobs": _trainer_logprobs(sample)}
+        columns = {**sample.columns, "trainer_logprobs": trainer_logprobs(sample)}
         for index, end in zip(path, accumulate(lengths), strict=True):
             segment, values = trajectory.segments[index], out[trajectory_id].setdefault(index, {})
             tokens = slice(end - len(segment), end)
@@ -260,17 +260,15 @@ def _trained_values(
     return out
 
 
-def _trainer_logprobs(sample: Sample) -> Float32Array | None:
-    """The trainer's log-probs of the row; None if it computed none.
+def trainer_logprobs(sample: Sample) -> Float32Array | None:
+    """[T] the trainer's log-probs of the row before its update; None if it did not score the row.
 
     A loop of your own may use the sampler's log-probs as the old policy's. The column is then the
     same array, and comparing it with itself would report a mismatch of 0 that nobody measured.
     """
-    for name in ("logprobs", "old_logprobs"):
-        column = sample.columns.get(name)
-        if column is not None and column is not sample.columns.get("rollout_logprobs"):
-            return column
-    return None
+    rollout = sample.columns.get("rollout_logprobs")
+    columns = (sample.columns.get(name) for name in ("logprobs", "old_logprobs"))
+    return next((c for c in columns if c is not None and c is not rollout), None)
 
 
 def _max_abs_diff(row: _Row) -> float | None:

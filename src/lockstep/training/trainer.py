@@ -411,12 +411,10 @@ class Trainer(Learner):
         """forward_backward and optim_step on each update's share of the rows.
 
         is_scored: the rows have the column `logprobs`. Otherwise the first update fills it, and
-        later updates leave NaN: their policy is not the sampler's.
+        the rows of later updates get none: their policy is not the sampler's.
         """
         num_updates = self.config.updates_per_batch
         rows = batch.rows if isinstance(batch, Weighed) else batch
-        if not is_scored and num_updates > 1:
-            _store_column(rows, [np.full(len(s), np.nan, np.float32) for s in rows], "logprobs")
         # A loss without a ratio, or with a ratio of 1 by definition, is linear in log-probs.
         loss_fn = make_loss(objective)
         if self.distill is not None and (distill := self.distill.config).signal != "sampled":

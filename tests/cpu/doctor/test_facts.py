@@ -79,8 +79,12 @@ def test_numbers_and_masks(name, where, value, cause):
     assert proved(rows) == {cause: {"row-3"}}
 
 
-def test_a_row_without_any_number_of_a_side_was_not_recorded():
-    assert proved(changed(ROWS, "trainer_logprobs", at(3, 0, 120), np.nan)) == {}
+def test_a_row_that_the_trainer_did_not_score_has_no_number_of_it():
+    rows = changed(ROWS, "trainer_logprobs", at(3, 0, 120), np.nan)
+    assert proved(rows) == {"nonfinite": {"row-3"}}
+    version = np.zeros(len(rows), np.int64)
+    version[3] = -1
+    assert proved(rows.with_(trainer_version=version)) == {}
 
 
 @pytest.mark.parametrize("digits", [0, 1, 2, 3])

@@ -62,8 +62,9 @@ def padding(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
 )
 def versions(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     assert rows.policy_version is not None and rows.trainer_version is not None, "needed"
-    known = rows.sampled & rows.loss_mask & (rows.policy_version >= 0)
-    age = rows.trainer_version[rows.row_of] - rows.policy_version
+    trainer_version = rows.trainer_version[rows.row_of]
+    known = rows.sampled & rows.loss_mask & (rows.policy_version >= 0) & (trainer_version >= 0)
+    age = trainer_version - rows.policy_version
     begin, end = rows.runs(known & (age < 0))
     note = "a token's version is newer than the weights that trained on it"
     yield Contradiction("late_version", note, begin, end, moves=False)

@@ -27,15 +27,14 @@ def sides(rows: Rows) -> Iterator[tuple[str, str, Float32Array, Float32Array | N
             yield who, name, values, other
 
 
-@fact("finite", claim="every trained token has a finite log-prob where its row has any")
+@fact("finite", claim="every trained token of a scored row has a finite log-prob")
 def finite(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     for who, _, values, _ in sides(rows):
-        # The first token of a row has no log-prob. A row without any was not recorded: a trainer
-        # measures the first of a step's updates, whose policy is the sampler's.
-        recorded = rows.row_of[rows.loss_mask & ~np.isnan(values)]
+        # The first token of a row has no log-prob; a side without any was not recorded.
         is_wrong = rows.loss_mask & ~np.isfinite(values) & (rows.position > 0)
-        is_wrong &= np.isin(rows.row_of, recorded)
-        if is_wrong.any():
+        if who == "trainer" and rows.trainer_version is not None:
+            is_wrong &= rows.trainer_version[rows.row_of] >= 0
+        if is_wrong.any() and np.isfinite(values[rows.loss_mask]).any():
             kind = "NaN" if np.isnan(values[is_wrong]).any() else "infinite"
             note = f"the {who}'s log-prob of a trained token is {kind}"
             yield Contradiction("nonfinite", note, *rows.runs(is_wrong))

@@ -91,6 +91,8 @@ class RunDump(RowDump):
             return column
 
         columns = sample.columns
+        version = self._versions.get(record.step)
+        is_scored = any(record.trainer_logprobs[i] is not None for i in sample.segments)
         return Row.of(
             row_id=sample.id,
             token_ids=sample.token_ids,
@@ -102,7 +104,7 @@ class RunDump(RowDump):
             is_sampled=columns["turn"] >= 0,
             policy_version=columns["policy_version"],
             routed_experts=columns.get("routed_experts"),
-            trainer_version=self._versions.get(record.step),
+            trainer_version=version if is_scored or version is None else -1,
             prompt_lengths=prompt_length(sample),
             rewards=trajectory.rewards[leaf],
             groups=record.group,
