@@ -12,6 +12,12 @@ from lockstep.agent.turns import Policy
 from lockstep.types import Group, Message, Task, Trajectory
 
 
+async def steps_of(engine, number=1):
+    """Waits until the `FakeEngine` has made `number` steps."""
+    while engine.num_steps < number:
+        await asyncio.sleep(0)
+
+
 async def one_episode(
     engine, renderer, environment, *, config=None, sampling=None, max_tokens=100_000, **budget
 ) -> Trajectory:

@@ -28,13 +28,13 @@ CEILINGS = {
     "models and ops": 8_772,
     "engines, sync, launch": 9_150,
     "agent": 6_826,
-    "learn: training, correction, objectives": 5_059,
-    "doctor": 7_658,
+    "learn: training, correction, objectives": 5_057,
+    "doctor": 7_655,
     "integrations": 1_241,
-    "store, observe, report": 2_784,
+    "store, observe, report": 2_782,
     "environments and recipes": 3_682,
     "testing": 1_523,
-    "tests": 59_909,
+    "tests": 59_904,
     "proofs and benchmarks": 8_979,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling

@@ -57,8 +57,7 @@ class FakeEngine(Engine):
         support: (id, position) -> the ids that were kept, for requests that ask; None claims no
         support. routes: (id, position) -> the experts of the id, [layers][active].
         """
-        self._reply, self._logprob, self._support = reply, logprob, support
-        self._routes = routes
+        self._reply, self._logprob, self._support, self._routes = reply, logprob, support, routes
         self._tokens_per_step, self._step_seconds = tokens_per_step, step_seconds
         self._capabilities = Capabilities(
             name="fake",
@@ -82,6 +81,8 @@ class FakeEngine(Engine):
         """Every request that was sampled for, in order of arrival."""
         self.max_running = 0
         """Largest number of requests that ran at the same time."""
+        self.num_steps = 0
+        """Sampling steps so far, over all requests: a test waits for one instead of a time."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -123,8 +124,7 @@ class FakeEngine(Engine):
         if stop is not None:
             ids = ids[: ids.index(stop) + 1]
         step = 1 if request.stream else self._tokens_per_step or max(1, len(ids))
-        sent, done, version = 0, 0, self._version
-        routed = request.routes_from
+        sent, done, version, routed = 0, 0, self._version, request.routes_from
 
         def delta(finish: Any, stop: int | None = None) -> Delta:
             nonlocal sent, routed
@@ -162,6 +162,7 @@ class FakeEngine(Engine):
                 yield delta("weight_update")
                 version = self._version
             done = min(len(ids), done + step)
+            self.num_steps += 1
             if request.stream and done < len(ids):
                 yield delta(None)
         yield delta("length" if stop is None else "stop", stop)

@@ -14,7 +14,7 @@ import pytest
 from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from playing import all_groups, one_episode
+from playing import all_groups, one_episode, steps_of
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
@@ -249,10 +249,10 @@ def test_counters_say_what_was_encoded_prefilled_and_called():
 
 
 async def test_a_turn_that_crosses_a_weight_update_is_two_segments_of_one_turn():
-    engine = FakeEngine(calls_then_answers(1), tokens_per_step=4, step_seconds=0.02)
+    engine = FakeEngine(calls_then_answers(1), tokens_per_step=4)
     environment = Looks()
     episode = asyncio.create_task(one_episode(engine, RENDERER, environment, max_tokens=1000))
-    await asyncio.sleep(0.05)
+    await steps_of(engine)
     await engine.load_weights(None, version=1)
     trajectory = await episode
     first, second = [s for s in trajectory.segments if s.is_sampled and s.turn == 0]
@@ -533,11 +533,11 @@ def test_a_cut_turn_ends_the_episode_unless_it_may_go_on():
 
 def test_a_reply_that_is_late_is_aborted_and_what_came_is_kept():
     engine = FakeEngine(lambda request: [65] * 100_000, tokens_per_step=10, step_seconds=0.005)
-    began = time.monotonic()
     trajectory = play(engine, Looks(), max_seconds=0.5, max_turn_tokens=100_000)
-    assert time.monotonic() - began < 25  # 50 s if it were not aborted
     assert trajectory.status == "truncated" and trajectory.error.startswith("max_seconds: 0.5 s")
-    assert trajectory.segments[-1].finish_reason == "abort" and len(trajectory.segments[-1]) >= 10
+    assert (
+        trajectory.segments[-1].finish_reason == "abort" and len(trajectory.segments[-1]) < 100_000
+    )
     assert trajectory.reward == 1.0
 
 
@@ -552,7 +552,7 @@ def test_a_deadline_before_a_later_turns_first_token_leaves_the_answered_part():
             async for part in super()._sample(request):
                 yield part
 
-    trajectory = play(SlowLater(lambda request: CALL), Looks(), max_seconds=0.1)
+    trajectory = play(SlowLater(lambda request: CALL), Looks(), max_seconds=0.5)
     assert trajectory.status == "truncated" and trajectory.error.startswith("max_seconds")
     assert trajectory.segments[-1].is_sampled and trajectory.num_turns == 1
     assert len(list(trajectory.rows())) == 1
@@ -560,7 +560,7 @@ def test_a_deadline_before_a_later_turns_first_token_leaves_the_answered_part():
 
 def test_an_engine_that_does_not_even_answer_an_abort_fails_the_episode():
     engine = Scripted(None)
-    trajectory = play(engine, Looks(), max_seconds=0.05, abort_grace_seconds=0.05)
+    trajectory = play(engine, Looks(), max_seconds=0.5, abort_grace_seconds=0.05)
     assert trajectory.status == "failed" and "after it was aborted" in trajectory.error
     assert len(engine.aborted) == 1 and engine.num_closed == 1
 
@@ -572,11 +572,9 @@ def test_an_environment_that_hangs_does_not_hang_the_run(method):
 
     environment = Looks()
     setattr(environment, method, hang)
-    began = time.monotonic()
-    trajectory = play(FakeEngine(calls_then_answers(1)), environment, max_seconds=0.05)
-    assert time.monotonic() - began < 60  # given up, not waited for an hour
+    trajectory = play(FakeEngine(calls_then_answers(1)), environment, max_seconds=0.5)
     assert trajectory.status == "failed"
-    assert f"environment.{method}: TimeoutError: took longer than 0.05 s" in trajectory.error
+    assert f"environment.{method}: TimeoutError: took longer than 0.5 s" in trajectory.error
 
 
 def test_sampling_parameters_are_recorded_as_they_were_used():
@@ -735,11 +733,11 @@ async def test_cancelling_closes_every_environment_and_ends_every_request():
         environments.append(Looks())
         return environments[-1]
 
-    engine = FakeEngine(lambda request: CALL, tokens_per_step=1, step_seconds=0.005)
+    engine = FakeEngine(lambda request: CALL, tokens_per_step=1)
     job = asyncio.create_task(
         all_groups(engine, RENDERER, make, TASKS, group_size=4, slots=EpisodeSlots(9))
     )
-    await asyncio.sleep(0.05)
+    await steps_of(engine)
     job.cancel()
     with pytest.raises(asyncio.CancelledError):
         await job

@@ -167,9 +167,9 @@ async def will_not_be_cancelled(*_):
 def test_a_hook_that_swallows_its_cancellation_does_not_hang_the_run(method):
     began = time.monotonic()
     environment = broken(method, will_not_be_cancelled)
-    trajectory = play(FakeEngine(calls_then_answers(1)), environment, max_seconds=0.05)
-    assert time.monotonic() - began < CANCEL_SECONDS + 2
-    assert f"environment.{method}: TimeoutError: took longer than 0.05 s" in trajectory.error
+    trajectory = play(FakeEngine(calls_then_answers(1)), environment, max_seconds=0.5)
+    assert time.monotonic() - began < CANCEL_SECONDS + 20  # 30 s if it were waited for
+    assert f"environment.{method}: TimeoutError: took longer than 0.5 s" in trajectory.error
     assert environment.num_closed == 1
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from playing import one_episode
+from playing import one_episode, steps_of
 from tiny_configs import tiny_config
 
 from lockstep.agent.config import AgentConfig
@@ -86,14 +86,10 @@ def fake_routes(token_id, position):
 
 
 def test_a_turn_over_a_weight_update_has_the_routes_of_each_part():
-    engine = FakeEngine(
-        lambda request: ANSWER, routes=fake_routes, tokens_per_step=1, step_seconds=0.0005
-    )
+    engine = FakeEngine(lambda request: ANSWER, routes=fake_routes, tokens_per_step=1)
 
     async def between():
-        while not engine.requests:
-            await asyncio.sleep(0)
-        await asyncio.sleep(0.003)
+        await steps_of(engine)
         await engine.load_weights(None, version=1)
 
     trajectory = play(engine, between=between, max_tokens=14)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from playing import one_episode
+from playing import one_episode, steps_of
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
@@ -115,17 +115,13 @@ def test_the_support_reaches_the_training_row_token_by_token(tokens_per_step):
 
 
 async def test_a_reply_over_a_weight_update_has_the_support_of_each_part():
-    engine = FakeEngine(
-        lambda request: ANSWER, support=kept_of, tokens_per_step=1, step_seconds=0.001
-    )
+    engine = FakeEngine(lambda request: ANSWER, support=kept_of, tokens_per_step=1)
     config = AgentConfig(top_k=3)
     sampling = training_sampling(config, engine.capabilities)
     playing = asyncio.ensure_future(
         one_episode(engine, RENDERER, OneTurn(), sampling=sampling, max_tokens=1000)
     )
-    while not engine.requests:
-        await asyncio.sleep(0)
-    await asyncio.sleep(0.003)
+    await steps_of(engine)
     await engine.load_weights(None, version=1)
     trajectory = await playing
     sampled = [s for s in trajectory.segments if s.is_sampled]

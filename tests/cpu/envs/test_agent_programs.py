@@ -6,6 +6,7 @@ import sys
 import textwrap
 import time
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 from playing import all_groups
@@ -162,58 +163,62 @@ def test_a_program_that_dies_of_the_context_limit_is_truncated(
     assert trajectory.reward == reward and trajectory.reward_parts == parts
 
 
-def test_a_program_that_is_late_is_killed_with_all_that_it_started(tmp_path):
-    mark = tmp_path / "mark"
-    child = f"import time; time.sleep(1.5); open({str(mark)!r}, 'w')"
-    body = f"""
+LEAVES = """
     import subprocess, time
     ask("a")
-    subprocess.Popen([sys.executable, "-c", {child!r}])
+    left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    open(__file__ + ".left", "w").write(str(left.pid))
+"""
+
+
+def has_ended(pid_file):
+    """Waits at most 60 s for the end of the process whose id is in the file."""
+    process = Path("/proc", pid_file.read_text(), "stat")
+    for _ in range(600):
+        if not process.exists() or ") Z " in process.read_text():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_a_program_that_is_late_is_killed_with_all_that_it_started(tmp_path):
+    body = (
+        LEAVES
+        + """
     print("waiting", flush=True)
-    time.sleep(60)
+    time.sleep(600)
     """
-    (trajectory,) = play(program(tmp_path, body), [TASK], max_seconds=1.0)
+    )
+    (trajectory,) = play(program(tmp_path, body), [TASK], max_seconds=3.0)
     assert trajectory.status == "failed"
-    assert "took longer than 1 s (agent.max_seconds). It printed: waiting" in trajectory.error
-    time.sleep(1.0)
-    assert not mark.exists()
+    assert "took longer than 3 s (agent.max_seconds). It printed: waiting" in trajectory.error
+    assert has_ended(tmp_path / "my_agent.py.left")
 
 
 def test_what_left_the_programs_group_ends_with_the_program_too(tmp_path):
-    mark = tmp_path / "mark"
-    body = f"""
+    body = """
     import time
     ask("a")
+    reads, writes = os.pipe()
     if os.fork() == 0:
         os.setsid()
-        if os.fork() == 0:
+        if (pid := os.fork()) == 0:
             sys.stdout.close()
-            time.sleep(2)
-            open({str(mark)!r}, "w")
+            time.sleep(600)
+        os.write(writes, str(pid).encode())
         os._exit(0)
+    open(__file__ + ".left", "wb").write(os.read(reads, 99))
     print(0.5)
     """
     (trajectory,) = play(program(tmp_path, body), [TASK])
     assert list(trajectory.rewards.values()) == [0.5]
-    time.sleep(2.5)
-    assert not mark.exists()
+    assert has_ended(tmp_path / "my_agent.py.left")
 
 
 def test_a_program_whose_child_holds_its_output_open_is_rewarded_at_its_own_end(tmp_path):
-    mark = tmp_path / "mark"
-    child = f"import time; time.sleep(3); open({str(mark)!r}, 'w')"
-    body = f"""
-    import subprocess
-    ask("a")
-    subprocess.Popen([sys.executable, "-c", {child!r}])
-    print(0.5)
-    """
-    began = time.monotonic()
-    (trajectory,) = play(program(tmp_path, body), [TASK])
-    assert time.monotonic() - began < 3
+    (trajectory,) = play(program(tmp_path, LEAVES + "    print(0.5)"), [TASK])
     assert (trajectory.status, trajectory.reward) == ("finished", 0.5), trajectory.error
-    time.sleep(2)
-    assert not mark.exists(), "what it left behind is ended"
+    assert has_ended(tmp_path / "my_agent.py.left"), "what it left behind is ended"
 
 
 def test_a_program_does_not_see_the_users_keys(tmp_path, monkeypatch):

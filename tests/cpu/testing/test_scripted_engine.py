@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from playing import steps_of
 
 from lockstep.engines.base import Engine
 from lockstep.errors import EngineError
@@ -62,9 +63,9 @@ async def test_a_known_id_is_answered_again_and_never_sampled_twice():
 
 
 async def test_an_abort_hands_over_what_was_sampled_so_far():
-    engine = FakeEngine(lambda _: REPLY, tokens_per_step=1, step_seconds=0.01)
+    engine = FakeEngine(lambda _: REPLY, tokens_per_step=1)
     job = asyncio.create_task(deltas_of(engine, request()))
-    await asyncio.sleep(0.025)
+    await steps_of(engine)
     await engine.abort("a")
     await engine.abort("unknown")
     deltas = await job
@@ -73,9 +74,9 @@ async def test_an_abort_hands_over_what_was_sampled_so_far():
 
 
 async def test_a_paused_engine_waits_and_then_goes_on_under_the_weights_it_was_given():
-    engine = FakeEngine(lambda _: REPLY, tokens_per_step=2, step_seconds=0.01)
+    engine = FakeEngine(lambda _: REPLY, tokens_per_step=2)
     job = asyncio.create_task(deltas_of(engine, request()))
-    await asyncio.sleep(0.015)
+    await steps_of(engine)
     await engine.pause()
     await asyncio.sleep(0.03)
     waited = not job.done()

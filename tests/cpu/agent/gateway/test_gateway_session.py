@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from gateway_sessions import RENDERER, Agent, look, make_session, play, said, seen, turns, user
+from playing import steps_of
 
 from lockstep.agent.gateway.exchange import Refusal, TurnRequest
 from lockstep.agent.gateway.registry import SessionRegistry
@@ -233,10 +234,10 @@ async def test_a_session_without_a_turn_fails_and_one_that_ends_gives_up_what_ru
         "failed",
         "the agent asked for no turn",
     )
-    engine = FakeEngine(turns(said("a" * 400)), tokens_per_step=1, step_seconds=0.002)
+    engine = FakeEngine(turns(said("a" * 400)), tokens_per_step=1)
     session = make_session(engine)
     waiting = asyncio.create_task(session.reply(TurnRequest(messages=(user("a"),))))
-    await asyncio.sleep(0.01)
+    await steps_of(engine)
     await session.finish(error="the harness fell over")
     assert await refused(waiting) == (410, "session_finished")
     assert session.trajectory.segments == []
@@ -285,7 +286,7 @@ async def test_an_idle_session_fails():
     sessions = registry(idle_seconds=0.02)
     session = sessions.create()
     await Agent(session).ask(user("a"))
-    await asyncio.sleep(0.1)
+    await asyncio.wait_for(session.ended.wait(), 60)
     assert session.is_finished and session.trajectory.error.startswith("idle: no request")
     assert session.trajectory.error == "idle: no request for 0.02 s"
     await sessions.close()
@@ -342,11 +343,11 @@ def test_routes_of_a_session_have_no_gap_on_any_branch():
 
 def test_a_turn_that_crosses_a_weight_update_is_one_turn_of_the_session():
     answers = turns(said("a long answer"), said("end"))
-    engine = FakeEngine(answers, tokens_per_step=1, step_seconds=0.005)
+    engine = FakeEngine(answers, tokens_per_step=1)
 
     async def script(agent):
         asking = asyncio.create_task(agent.ask(user("a")))
-        await asyncio.sleep(0.02)
+        await steps_of(engine)
         await engine.load_weights(None, version=1)
         reply = await asking
         assert reply.policy_version == 1 and len(reply.logprobs) == len(reply.token_ids)
@@ -362,11 +363,12 @@ def test_a_turn_that_crosses_a_weight_update_is_one_turn_of_the_session():
 
 
 async def test_a_finish_that_is_cut_off_still_ends_the_session():
-    engine = FakeEngine(turns(said("x")), tokens_per_step=1, step_seconds=0.02)
+    engine = FakeEngine(turns(said("x")), tokens_per_step=1)
     session = make_session(engine)
     await Agent(session).ask(user("a"))
+    asked = engine.num_steps
     turn = asyncio.create_task(Agent(session).ask(user("b" * 50)))
-    await asyncio.sleep(0.01)
+    await steps_of(engine, asked + 1)
     finishing = asyncio.create_task(session.finish())
     await asyncio.sleep(0)
     finishing.cancel()

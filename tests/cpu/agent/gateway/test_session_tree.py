@@ -22,6 +22,7 @@ from gateway_sessions import (
     turns,
     user,
 )
+from playing import steps_of
 
 from lockstep.agent.gateway.exchange import Refusal, TurnRequest
 from lockstep.renderers.chatml import ChatMLRenderer
@@ -362,12 +363,12 @@ def test_the_same_key_is_the_same_turn_also_while_it_is_sampled():
 
 
 def test_a_client_that_goes_away_and_comes_back_gets_the_turn_that_was_under_way():
-    engine = FakeEngine(turns(said("a long answer")), tokens_per_step=1, step_seconds=0.001)
+    engine = FakeEngine(turns(said("a long answer")), tokens_per_step=1)
 
     async def script(agent):
         request = TurnRequest(messages=(user("q"),), key="k1")
         gone = asyncio.create_task(agent.session.reply(request))
-        await asyncio.sleep(0.004)
+        await steps_of(engine)
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
         assert (await agent.session.reply(request)).is_repeated
@@ -377,13 +378,11 @@ def test_a_client_that_goes_away_and_comes_back_gets_the_turn_that_was_under_way
 
 
 def test_a_client_that_goes_away_for_good_leaves_nothing():
-    engine = FakeEngine(
-        turns(said("a long answer"), said("b")), tokens_per_step=1, step_seconds=0.001
-    )
+    engine = FakeEngine(turns(said("a long answer"), said("b")), tokens_per_step=1)
 
     async def script(agent):
         gone = asyncio.create_task(agent.session.reply(TurnRequest(messages=(user("q"),))))
-        await asyncio.sleep(0.004)
+        await steps_of(engine)
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
         assert (await agent.ask(user("q"))).reason == ""
