@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from lockstep.models.config import ModelConfig
 from lockstep.models.experts import ExpertFactors
 from lockstep.models.layer_inputs import LayerInputs
 from lockstep.models.lora_config import AdapterSite, LoraShape, lora_sites
-from lockstep.ops.base import Ops
+from lockstep.ops.base import Ops, linear_backward
 
 Tensor = torch.Tensor
 
@@ -34,10 +34,10 @@ class Projection(nn.Linear):
         self.lora: LowRank | None = None
 
     def forward(self, x_TK: Tensor, at: LayerInputs) -> Tensor:
+        if at.adapters is None and self.lora is not None and self.lora.is_on:
+            return self.lora(x_TK, self.weight, self.bias, at.ops)
         out_TN = at.ops.linear(x_TK, self.weight, self.bias)
-        if at.adapters is not None:
-            return at.adapters.add(self, x_TK, out_TN, at.ops)
-        return out_TN if self.lora is None else self.lora(x_TK, out_TN, at.ops)
+        return out_TN if at.adapters is None else at.adapters.add(self, x_TK, out_TN, at.ops)
 
     def of_norm(self, x_TK: Tensor, norm: Tensor | None, eps: float, at: LayerInputs) -> Tensor:
         """The projection of the normed x."""
@@ -79,16 +79,29 @@ class LowRank(nn.Module):
         self.A = nn.Parameter(torch.empty(len(parts) * shape.rank, parts[0][0].inputs))
         self.B = nn.ParameterList(torch.zeros(s.outputs, shape.rank) for s, _ in parts)
 
-    def forward(self, x_TK: Tensor, out_TN: Tensor, ops: Ops) -> Tensor:
-        if not self.is_on:
-            return out_TN
-        h_TSR = (ops.linear(x_TK, self.A) * self.scale).view(len(x_TK), -1, self.rank)
-        parts = list(out_TN.split(self.sizes, -1))
-        for number, place in enumerate(self.places):
+    def forward(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, ops: Ops) -> Tensor:
+        """x W^T + b, with the product of each adapted part added to its outputs."""
+        if torch.is_grad_enabled():
+            return _Adapted.apply(x_TK, weight_NK, bias_N, self, ops, self.A, *self.B)  # pyright: ignore
+        return self.product(x_TK, weight_NK, bias_N, ops)[0]
+
+    def product(
+        self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, ops: Ops
+    ) -> tuple[Tensor, Tensor]:
+        """(`forward`, A x times the scale: [T, S * R])."""
+        out_TN = ops.linear(x_TK, weight_NK, bias_N)
+        h_TC = ops.linear(x_TK, self.A).mul_(self.scale)
+        for B, outputs, ranks in zip(self.B, *self.columns(), strict=True):
             # Rows without a gap: a kernel may take another path for strided ones.
-            delta = ops.linear(h_TSR[:, number].contiguous(), self.B[number])
-            parts[place] = parts[place] + delta
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+            out_TN[:, outputs] += ops.linear(h_TC[:, ranks].contiguous(), B)
+        return out_TN, h_TC
+
+    def columns(self) -> tuple[list[slice], list[slice]]:
+        """(outputs, columns of A x) of each adapted part."""
+        ends = list(accumulate(self.sizes))
+        outputs = [slice(ends[place] - self.sizes[place], ends[place]) for place in self.places]
+        begins = range(0, len(self.A), self.rank)
+        return outputs, [slice(begin, begin + self.rank) for begin in begins]
 
     def factors(self, number: int) -> tuple[Tensor, Tensor]:
         """(A [R, K], B [N, R]) of the `number`-th adapted part: views of the parameters."""
@@ -101,6 +114,35 @@ class LowRank(nn.Module):
             A, B = (x.detach().float() for x in self.factors(number))
             rows[place] = B @ A * self.scale
         return torch.cat(rows)
+
+
+class _Adapted(torch.autograd.Function):
+    """`LowRank.product`. Its backward has no copy of the outputs' gradient in the parts' order, and
+    adds up the gradient of x in place."""
+
+    @staticmethod
+    def forward(ctx, x_TK, weight_NK, bias_N, adapter, ops, *factors):
+        out_TN, h_TC = adapter.product(x_TK, weight_NK, bias_N, ops)
+        ctx.save_for_backward(x_TK, weight_NK, h_TC, *factors)
+        ctx.columns, ctx.scale = adapter.columns(), adapter.scale
+        ctx.dtype = ops.gradient_dtype(x_TK.dtype, weight_NK)
+        ctx.factors_dtype = ops.gradient_dtype(x_TK.dtype)
+        return out_TN
+
+    @staticmethod
+    def backward(ctx, grad_TN):
+        x_TK, weight_NK, h_TC, A, *Bs = ctx.saved_tensors
+        grads = linear_backward(ctx, grad_TN, x_TK, weight_NK)
+        dtype, wide = x_TK.dtype, ctx.factors_dtype
+        grad_h, grads_B = torch.empty_like(h_TC, dtype=wide), []
+        for B, outputs, ranks in zip(Bs, *ctx.columns, strict=True):
+            part = grad_TN[:, outputs].to(wide)
+            torch.mm(part, B.to(wide), out=grad_h[:, ranks])
+            grads_B.append((part.t() @ h_TC[:, ranks].to(wide)).to(dtype))
+        grad_h *= ctx.scale
+        if grads[0] is not None:
+            grads[0] = grads[0].to(wide).addmm_(grad_h, A.to(wide)).to(dtype)
+        return *grads, None, None, (grad_h.t() @ x_TK.to(wide)).to(dtype), *grads_B
 
 
 class ExpertLowRank(nn.Module):

@@ -637,12 +637,16 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_MN):
         x_MK, weight_NK = ctx.saved_tensors  # once: a recomputed block gives them a single time
-        dtype = x_MK.dtype
-        grad_MN, x_MK, weight_NK = (x.to(ctx.dtype) for x in (grad_MN, x_MK, weight_NK))
-        grad_x = (grad_MN @ weight_NK).to(dtype) if ctx.needs_input_grad[0] else None
-        grad_weight = (grad_MN.t() @ x_MK).to(dtype) if ctx.needs_input_grad[1] else None
-        grad_bias = grad_MN.sum(0).to(dtype) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_weight, grad_bias, None
+        return *linear_backward(ctx, grad_MN, x_MK, weight_NK), None
+
+
+def linear_backward(ctx, grad_MN: Tensor, x_MK: Tensor, weight_NK: Tensor) -> list[Tensor | None]:
+    """Gradients of x, W and b in x W^T + b, computed in `ctx.dtype`; None where none is needed."""
+    dtype = x_MK.dtype
+    grad_MN, x_MK, weight_NK = (x.to(ctx.dtype) for x in (grad_MN, x_MK, weight_NK))
+    made = (lambda: grad_MN @ weight_NK, lambda: grad_MN.t() @ x_MK, lambda: grad_MN.sum(0))
+    needed = zip(ctx.needs_input_grad, made, strict=False)
+    return [make().to(dtype) if is_needed else None for is_needed, make in needed]
 
 
 def activation_chunks(gate_up: Tensor) -> Iterator[slice]:

@@ -3,7 +3,9 @@
 No [T, V] tensor exists at any time. Forward computes whole rows of logits, a chunk of rows at a
 time, since a softmax is over a row and must give the sampler's bits. Backward knows each row's
 log-sum and needs no whole row: it forms the logits again in tiles of many rows and few columns, so
-that the weight's gradient is complete after one tile, in float32, and written once.
+that the weight's gradient is complete after one tile, in float32, and written once. The gradient by
+the hidden states alone, of a frozen head, is computed in forward for an upstream gradient of 1: no
+logits are formed again.
 
 # T tokens  D model width  V vocabulary  P rows of padding  K ids that are scored at each token
 """
@@ -55,13 +57,17 @@ class LogProbs(torch.autograd.Function):
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         rows = chunk_rows(len(weight), hidden.device)
         # A single chunk is no larger than what one tile takes in backward anyway: keep it.
-        is_kept = rows >= T and (needs_hidden or needs_weight)
+        has_unit = needs_hidden and not needs_weight and ids.ndim == 1
+        is_kept = rows >= T and (needs_hidden or needs_weight) and not has_unit
         kept = hidden.new_empty(T, V, dtype=torch.float32) if is_kept else None
+        dtype = ops.gradient_dtype(hidden.dtype, weight)
+        unit = torch.zeros_like(hidden, dtype=sum_dtype(dtype)) if has_unit else None
         # Without a gradient, ops keep what they pack of it as long as it lives: for all chunks.
         fixed = weight if torch.is_inference_mode_enabled() else weight.detach()
         for part in _steps(T, rows):
             logits = ops.linear(hidden[part], fixed)[:, :V]
             choices = None if support is None else support.mask(part, V)
+            tile = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
             for block in _blocks(logits):
                 here = slice(part.start + block.start, part.start + block.stop)
                 mask = None if choices is None else choices[block]
@@ -74,28 +80,39 @@ class LogProbs(torch.autograd.Function):
                 log_sums[here] = (seen_logits - logp.gather(1, seen))[:, 0]
                 if mask is not None:  # exp(-inf) would also be several times slower than exp(0)
                     logp.masked_fill_(~mask, 0.0)
-                entropy[here] = -(_probs(logp, mask) * logp).sum(-1)
+                probs = _probs(logp, mask)
+                entropy[here] = -(probs * logp).sum(-1)
                 if kept is not None:
                     kept[here] = logp
-                del logp
-            del logits, choices  # before the next chunk is formed
-        ctx.settings = ops.gradient_dtype(hidden.dtype, weight), temperature, support, V
-        ctx.save_for_backward(hidden, weight, ids, entropy, log_sums, kept)
+                if unit is not None:  # d log p / d logits, in the logits' place
+                    tile[block] = probs.neg_().scatter_add_(
+                        1, at, torch.ones_like(logprobs[here, None])
+                    )
+                del logp, probs
+            if unit is not None:
+                for columns in _steps(V, _tile_columns(hidden.device, hidden.shape[1])):
+                    _add_product(unit[part], tile[:, columns], fixed[columns].to(dtype))
+            del logits, choices, tile  # before the next chunk is formed
+        ctx.settings = dtype, temperature, support, V
+        ctx.save_for_backward(hidden, weight, ids, entropy, log_sums, kept, unit)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropy):
         dtype, temperature, support, V = ctx.settings
-        hidden, weight, ids, entropy, log_sums, kept = ctx.saved_tensors
+        hidden, weight, ids, entropy, log_sums, kept, unit = ctx.saved_tensors
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         T = len(ids)
         if grad_logprobs is None:
             grad_logprobs = torch.zeros(ids.shape, dtype=torch.float32, device=ids.device)
-        if ids.ndim == 1:
-            ids, grad_logprobs = ids[:, None], grad_logprobs[:, None]
         # A coefficient of 0 saves work, where looking for one does not wait for a device.
         if grad_entropy is not None and ids.device.type == "cpu" and not grad_entropy.any():
             grad_entropy = None
+        if unit is not None and grad_entropy is None:
+            scaled = unit * (grad_logprobs / temperature)[:, None]
+            return scaled.to(hidden.dtype), *[None] * 6
+        if ids.ndim == 1:
+            ids, grad_logprobs = ids[:, None], grad_logprobs[:, None]
 
         def gradient(logp: Tensor, here: slice, columns: slice, choices: Tensor | None) -> Tensor:
             """dL/dlogits of some rows and columns, from their log-probs. A row's token may be one
@@ -117,8 +134,7 @@ class LogProbs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=sum_dtype(dtype)) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         tile_rows = min(max(T, 1), TILE_ROWS)
-        tile_columns = max(1, _chunk_bytes(hidden.device) // (4 * tile_rows))
-        for columns in _steps(V, tile_columns):
+        for columns in _steps(V, _tile_columns(hidden.device, tile_rows)):
             total: Tensor | None = None
             wide_weight = weight[columns].to(dtype)
             for part in _steps(T, tile_rows):
@@ -155,6 +171,10 @@ class LogProbs(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
         return grad_hidden, grad_weight, *[None] * 5
+
+
+def _tile_columns(device: torch.device, rows: int) -> int:
+    return max(1, _chunk_bytes(device) // (4 * rows))
 
 
 def _steps(size: int, step: int) -> Iterator[slice]:

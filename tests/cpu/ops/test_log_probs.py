@@ -93,18 +93,25 @@ def test_tiles_of_rows_and_columns_give_the_gradients_of_one(monkeypatch):
         torch.testing.assert_close(cut, whole, rtol=2e-5, atol=2e-5)
 
 
-def test_a_frozen_head_has_no_gradient_formed(monkeypatch):
-    """As under LoRA: of the products that a chunk or tile takes, none is for the weight."""
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.3])
+def test_a_frozen_head_forms_its_logits_once_and_no_gradient(monkeypatch, entropy_coef):
+    """As under LoRA: of the products that a chunk or tile takes, none is for the weight. Through
+    the entropy they are formed again in backward."""
     tokens, vocab = 40, 1000
     cut_small(monkeypatch, rows=4, vocab=vocab)
     monkeypatch.setattr(head, "TILE_ROWS", tokens)
     hidden, weight, ids = problem(tokens, vocab)
-    with Products() as products:
-        logprobs, _ = ops.log_probs(hidden.requires_grad_(), weight, ids)
-        logprobs.sum().backward()
-    assert weight.grad is None and hidden.grad is not None
+    found = []
+    for is_frozen in (True, False):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_(not is_frozen)
+        with Products() as products:
+            logprobs, entropy = ops.log_probs(h, w, ids, temperature=0.7)
+            (logprobs * torch.linspace(-1, 1, tokens) + entropy_coef * entropy).sum().backward()
+        found.append((products.count, h.grad, w.grad))
+    (count, grad, of_weight), (_, expected, _) = found
     num_chunks, num_tiles = 10, 10
-    assert products.count == num_chunks + 2 * num_tiles
+    assert count == num_chunks * (1 + 2) + 2 * num_tiles * bool(entropy_coef) and of_weight is None
+    torch.testing.assert_close(grad, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_bfloat16_weight_gradients_are_summed_in_float32(monkeypatch):

@@ -126,15 +126,10 @@ class ResidentCache:
 
     def load(self, rows: npt.NDArray[np.int64], pages: npt.NDArray[np.int64]) -> None:
         """Copies pages [rows, P] to the rows."""
-        cache = self._cache
-        count, width = pages.shape
-        index = to_device(pages.reshape(-1), cache.keys.device)
-        at = to_device(rows, index.device)
-        for paged, resident in zip(planes_of(cache), planes_of(self), strict=True):
-            layers, groups, _, size, dim = paged.shape
-            read = paged.index_select(2, index).view(layers, groups, count, width * size, dim)
-            by_row = read.transpose(1, 2).to(resident.dtype)
-            resident[:, :, :, : width * size].index_copy_(1, at, by_row)
+        for row, index in zip(rows.tolist(), to_device(pages, self.keys.device), strict=True):
+            for paged, resident in zip(planes_of(self._cache), planes_of(self), strict=True):
+                read = paged.index_select(2, index).flatten(2, 3)
+                resident[:, row, :, : read.shape[2]] = read
 
     def drop(self) -> None:
         """Frees the memory."""
