@@ -17,7 +17,7 @@ computes no log-probs while it samples.
 
 TRL comes from the folder that `make test-trainers` fills, or from --packages DIR. --trl takes
 fields of its GRPOConfig, to try other settings of the peer. --set takes settings of both sides,
-such as group_size=2.
+such as group_size=2, or lora=null to train all weights.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ HOW = (
     "by step in turn; TRL with transformers generate, the fastest of its settings that were tried"
 )
 SUMS_HOW = (
-    "median seconds per step (sample sums without tools, score, update an adapter of rank 16), one "
-    "thread each, step by step in turn; TRL with PEFT and transformers generate"
+    "median seconds per step (sample sums without tools, score, update an adapter of rank 16 or, "
+    "with lora=null, all weights), one thread each, in turn; TRL with PEFT, transformers generate"
 )
 
 
@@ -127,7 +127,8 @@ def measure(
     recipe = "quickstart" if model in MODELS else "custom"
     overrides = [
         f"model={model}", f"steps={total}", "threads=1", "device=cpu", "trainer.schedule=constant",
-        *(() if model in MODELS else SUMS), *more,
+        *(s for s in SUMS if model not in MODELS and (s[:5] != "lora." or "lora=null" not in more)),
+        *more,
     ]  # fmt: skip
     commands = {
         "TRL": [sys.executable, str(PEER), recipe, *overrides, "--trl", trl],
