@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -29,6 +30,7 @@ from lockstep.ops.base import Ops
 
 Tensor = torch.Tensor
 Kind = Literal["sinks", "window", "rope", "quantised"]
+Made = Callable[[], AbstractContextManager[Any]]
 
 DEFAULT_THETA = 10_000.0
 """Base of the rotary angles that a program takes if it does not read the model's."""
@@ -43,7 +45,7 @@ class Change:
     kind: Kind
     text: str
     """The changed model: "without its sinks"."""
-    made: Callable[[], AbstractContextManager[Any]]
+    made: Made
     """The model has the change inside of this block."""
     rank: int = 0
     """Changes of a lower rank are tried first."""
@@ -109,16 +111,12 @@ def _windows(model: Decoder | FallbackModel) -> Iterator[Change]:
                 yield change(f"without the window of layer {layer}", one, SELDOM)
 
 
-@contextmanager
-def with_windows(model: Decoder | FallbackModel, windows: Windows) -> Iterator[None]:
-    """Each layer's attention has this window."""
+def with_windows(model: Decoder | FallbackModel, windows: Windows) -> AbstractContextManager[None]:
+    """Each layer's attention has this window inside of the block."""
     if isinstance(model, FallbackModel):
-        with model.with_windows(windows):
-            yield
-        return
+        return model.with_windows(windows)
     layers: Any = model.layers
-    with patched(*((b.attention, "window", w) for b, w in zip(layers, windows, strict=True))):
-        yield
+    return patched(*((b.attention, "window", w) for b, w in zip(layers, windows, strict=True)))
 
 
 # -- rotary positions -----------------------------------------------------------------------------
@@ -126,22 +124,16 @@ def with_windows(model: Decoder | FallbackModel, windows: Windows) -> Iterator[N
 
 def _ropes(model: Decoder | FallbackModel) -> Iterator[Change]:
     found = _decoder_ropes if isinstance(model, Decoder) else _fallback_ropes
-    for text, patches in found(model):
-        yield Change(kind="rope", text=text, made=partial(_patched_late, patches))
+    for text, made in found(model):
+        yield Change(kind="rope", text=text, made=made)
 
 
-@contextmanager
-def _patched_late(patches: Callable[[], list[tuple[Any, str, Any]]]) -> Iterator[None]:
-    with patched(*patches()):
-        yield
-
-
-def _decoder_ropes(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _decoder_ropes(model: Any) -> Iterator[tuple[str, Made]]:
     config: ModelConfig = model.config
 
-    def table(**changed: Any) -> Callable[[], list[tuple[Any, str, Any]]]:
+    def table(**changed: Any) -> Made:
         made = partial(rope_tables, replace(config, **changed), model.embedding.device)
-        return lambda: [(model, "rope_tables", made())]
+        return lambda: patched((model, "rope_tables", made()))
 
     scaling = config.rope_scaling
     if scaling is not None:
@@ -159,7 +151,7 @@ def _decoder_ropes(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
         )
 
 
-def _fallback_ropes(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _fallback_ropes(model: Any) -> Iterator[tuple[str, Made]]:
     config = model.inner.config
     parameters = getattr(config, "rope_parameters", None)
     if not parameters:
@@ -169,8 +161,9 @@ def _fallback_ropes(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
         {k: v for k, v in parameters.items() if v} if is_by_kind else {"": parameters}
     )
 
-    def rebuilt(changed: dict[str, dict[str, Any]]) -> Callable[[], list[tuple[Any, str, Any]]]:
-        return partial(_rebuilt, model.inner, changed if is_by_kind else changed[""])
+    def rebuilt(changed: dict[str, dict[str, Any]]) -> Made:
+        parameters = changed if is_by_kind else changed[""]
+        return lambda: patched(*_rebuilt(model.inner, parameters))
 
     def of(edit: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, dict[str, Any]]:
         return {kind: edit(deepcopy(found)) for kind, found in of_kinds.items()}
@@ -328,11 +321,8 @@ def _decoder_maps(model: Decoder) -> list[list[Slice]]:
     for block in layers:
         c = block.attention
         sizes = [n * c.head_dim for n in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
-        ends = [sum(sizes[: i + 1]) for i in range(3)]
-        qkv = c.qkv_proj.weight
-        out.append(
-            [Slice(weight=qkv, rows=slice(e - n, e)) for n, e in zip(sizes, ends, strict=True)]
-        )
+        rows = [slice(stop - n, stop) for n, stop in zip(sizes, accumulate(sizes), strict=True)]
+        out.append([Slice(weight=c.qkv_proj.weight, rows=part) for part in rows])
         out.append([Slice(weight=c.o_proj.weight)])
         for name in ("gate_up_proj", "down_proj"):
             map_: Any = getattr(block.mlp, name)
