@@ -9,7 +9,8 @@ from lockstep.models.reading import (
     MOST,
     Reading,
     family,
-    names_of,
+    full_every,
+    layer_kinds,
     num_layers,
     same_windows,
     sigmoid_routes,
@@ -61,10 +62,7 @@ def deepseek_v3(reading: Reading) -> dict[str, Any]:
 )
 def gemma3_text(reading: Reading) -> dict[str, Any]:
     r, hidden = reading, reading.count("hidden_size")
-    every = r.count("sliding_window_pattern", default=6)
-    kinds = [
-        "sliding_attention" if (i + 1) % every else "full_attention" for i in range(num_layers(r))
-    ]
+    kinds = full_every(r, r.count("sliding_window_pattern", default=6))
     return {
         "norms": "both",
         "norm_weights": "centered",
@@ -110,14 +108,13 @@ def gpt_oss(reading: Reading) -> dict[str, Any]:
     r = reading
     if r.get("rope_parameters") is None and not r.get("rope_scaling"):  # transformers: YaRN by 32
         r.problems.append("rope_parameters (or rope_theta and rope_scaling) is missing")
-    kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(num_layers(r))]
     return {
         "has_sinks": True,
         **r.experts(),
         "swiglu_limit": r.number(r.get("swiglu_limit", default=7.0), "swiglu_limit"),
         "has_router_bias": True,
         "has_expert_bias": True,
-        **windows_of(r, kinds, r.optional("sliding_window", 128)),
+        **windows_of(r, full_every(r, 2), r.optional("sliding_window", 128)),
     }
 
 
@@ -142,14 +139,13 @@ def mistral(reading: Reading) -> dict[str, Any]:
 @family("olmo3", rope_theta=500000.0, window_rope_theta=500000.0)
 def olmo3(reading: Reading) -> dict[str, Any]:
     r = reading
-    kinds = ["sliding_attention" if (i + 1) % 4 else "full_attention" for i in range(num_layers(r))]
     return {
         "norms": "after",
         "norm_weights": "wide",
         "has_qk_norm": True,
         "has_wide_qk_norm": True,
         **window_rope(r),
-        **windows_of(r, kinds, r.optional("sliding_window", 4096)),
+        **windows_of(r, full_every(r, 4), r.optional("sliding_window", 4096)),
     }
 
 
@@ -200,23 +196,11 @@ _READS = ("partial_rotary_factor", "mrope_section")
 
 
 def _hybrid(reading: Reading, *, is_grouped: bool) -> dict[str, Any]:
-    r, count = reading, num_layers(reading)
-    every = r.count("full_attention_interval", default=4)
-    kinds = r.get("layer_types", default=None)
-    if kinds is None:
-        kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
-    known = {"full_attention", "linear_attention"}
-    if (
-        len(kinds) != count
-        or any(kind not in known for kind in map(str, kinds))
-        or "full_attention" not in kinds
-    ):
-        r.problems.append(
-            f"layer_types must name num_hidden_layers={count} of full_attention, linear_attention, "
-            f"at least one of them full; found {len(kinds)}: {names_of(kinds)}"
-        )
+    r, other = reading, "linear_attention"
+    kinds = full_every(r, r.count("full_attention_interval", default=4), other)
+    kinds = layer_kinds(r, kinds, other, needs_full=True)
     linear = LinearShape(
-        layers=tuple(i for i, kind in enumerate(kinds) if kind == "linear_attention"),
+        layers=tuple(i for i, kind in enumerate(kinds) if kind == other),
         key_heads=r.count("linear_num_key_heads", default=16, most=MOST),
         value_heads=r.count("linear_num_value_heads", default=32, most=MOST),
         key_dim=r.count("linear_key_head_dim", default=128, most=MOST),

@@ -364,11 +364,7 @@ def _rope_settings(reading: Reading) -> Mapping[str, Any] | None:
 
 def object_of(reading: Reading, source: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """The object at a key; {} without one. A problem if it is something else."""
-    found = source.get(key)
-    if found is None or isinstance(found, Mapping):
-        return found or {}
-    reading.problems.append(f"{key}={json.dumps(found)} must be an object")
-    return {}
+    return Reading(source, problems=reading.problems).get(key, default={})
 
 
 def num_layers(reading: Reading) -> int:
@@ -377,29 +373,40 @@ def num_layers(reading: Reading) -> int:
     return found if is_known else 0  # `read_common` reports it
 
 
-def names_of(kinds: list[Any]) -> str:
-    """The different entries of layer_types, for an error."""
-    return ", ".join(sorted({str(kind)[:60] for kind in kinds})[:8])
+def full_every(reading: Reading, interval: int, other: str = "sliding_attention") -> list[str]:
+    """A kind per layer: full attention in each `interval`-th one."""
+    layers = range(1, num_layers(reading) + 1)
+    return [other if layer % interval else "full_attention" for layer in layers]
+
+
+def layer_kinds(
+    reading: Reading, kinds: list[str], other: str, *, needs_full: bool = False
+) -> list[str]:
+    """layer_types of the config, or `kinds` where it has none. A problem, and no kinds, unless each
+    layer has full attention or the `other` kind. needs_full: at least one has full attention."""
+    count, known = num_layers(reading), ("full_attention", other)
+    kinds = reading.get("layer_types", default=kinds)
+    names = set(map(str, kinds))
+    if len(kinds) == count and names <= {*known} and not (needs_full and known[0] not in names):
+        return kinds
+    rule = ", at least one of them full" if needs_full else ""
+    reading.problems.append(
+        f"layer_types must name num_hidden_layers={count} of {', '.join(known)}{rule}; found "
+        f"{len(kinds)}: {', '.join(sorted({name[:60] for name in names})[:8])}"
+    )
+    return []
 
 
 def windows_of(
     reading: Reading, kinds: list[str], window: int | None
 ) -> dict[str, tuple[int | None, ...]]:
     """layer_types of the config, or `kinds` where it has none, as one window per layer."""
-    count = num_layers(reading)
-    kinds = reading.get("layer_types", default=kinds)
-    known = {"full_attention": None, "sliding_attention": window}
-    if len(kinds) != count or any(kind not in known for kind in map(str, kinds)):
-        reading.problems.append(
-            f"layer_types must name num_hidden_layers={count} of {', '.join(known)}; found "
-            f"{len(kinds)}: {names_of(kinds)}"
-        )
-        return {"windows": ()}
+    kinds = layer_kinds(reading, kinds, "sliding_attention")
     if "sliding_attention" in kinds and window is None:
         reading.problems.append(
             f"layer_types has sliding_attention, and sliding_window is {json.dumps(window)}"
         )
-    return {"windows": tuple(known[kind] for kind in kinds)}
+    return {"windows": tuple(window if kind == "sliding_attention" else None for kind in kinds)}
 
 
 def same_windows(reading: Reading, window: int | None) -> dict[str, tuple[int | None, ...]]:
