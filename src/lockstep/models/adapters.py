@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
 
@@ -18,7 +16,7 @@ from lockstep.models.adapter_rows import (
     StackedFactors,
 )
 from lockstep.models.decoder import Decoder
-from lockstep.models.lora import Adapter, LowRank, adapter_at, place_of
+from lockstep.models.lora import Adapter, LowRank, adapted, place_of
 from lockstep.models.lora_config import LoraShape
 from lockstep.models.variants import sharing
 
@@ -109,7 +107,7 @@ class _Stack:
         self._chosen: tuple[Decoder, list[int], Factors] | None = None
 
     def append(self, number: int, model: Decoder, base: Decoder) -> None:
-        for projection, adapter in _adapters(model):
+        for projection, _, adapter in adapted(model):
             found = [x.detach()[None].to(base.embedding, copy=True) for x in _parts(adapter)]
             if self.numbers:
                 before = self._tensors[projection]
@@ -122,7 +120,7 @@ class _Stack:
         at = self.numbers.index(replaced)
         self.numbers[at] = number
         with torch.no_grad():
-            for projection, adapter in _adapters(model):
+            for projection, _, adapter in adapted(model):
                 for stacked, part in zip(self._tensors[projection], _parts(adapter), strict=True):
                     stacked[at].copy_(part)
         self._chosen = None
@@ -170,17 +168,9 @@ def _own_factors(model: Decoder) -> Factors:
         place_of(model, projection)[:2]: _stacked(
             [x.detach()[None] for x in _parts(adapter)], _columns(adapter), adapter.scale
         )
-        for projection, adapter in _adapters(model)
+        for projection, _, adapter in adapted(model)
         if adapter.is_on
     }
-
-
-def _adapters(model: Decoder) -> Iterator[tuple[str, Adapter]]:
-    sites = () if model.lora is None else model.lora.sites
-    for projection in dict.fromkeys(site.projection for site in sites):
-        adapter = adapter_at(model, projection)
-        assert adapter is not None, f"{projection} has no adapter, and the model's shape says so"
-        yield projection, adapter
 
 
 def _parts(adapter: Adapter) -> list[Tensor]:
@@ -189,10 +179,7 @@ def _parts(adapter: Adapter) -> list[Tensor]:
 
 def _columns(adapter: Adapter) -> tuple[slice, ...]:
     """Outputs that each B of the adapter is for."""
-    if not isinstance(adapter, LowRank):
-        return (slice(None),)
-    stops = np.cumsum(adapter.sizes).tolist()
-    return tuple(slice(stops[at] - adapter.sizes[at], stops[at]) for at in adapter.places)
+    return tuple(adapter.columns()[0]) if isinstance(adapter, LowRank) else (slice(None),)
 
 
 def _stacked(parts: list[Tensor], columns: tuple[slice, ...], scale: float) -> StackedFactors:

@@ -213,6 +213,16 @@ def adapter_at(model: nn.Module, projection: str) -> Adapter | None:
     return getattr(owner, attribute)
 
 
+def adapted(model: nn.Module) -> Iterator[tuple[str, list[AdapterSite], Adapter]]:
+    """(projection, its adapted sites, its adapter), in the order of the model's sites."""
+    shape: LoraShape | None = model.lora  # pyright: ignore[reportAssignmentType]
+    sites = () if shape is None else shape.sites
+    for projection, group in groupby(sites, lambda site: site.projection):
+        adapter = adapter_at(model, projection)
+        assert adapter is not None, f"{projection} has no adapter, and the model's shape says so"
+        yield projection, list(group), adapter
+
+
 @contextmanager
 def patched(*changed: tuple[Any, str, Any]) -> Iterator[None]:
     """(object, attribute, value): the attributes have these values inside of the block."""

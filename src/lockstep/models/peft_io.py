@@ -16,7 +16,7 @@ from lockstep.errors import CheckpointError
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import load_checkpoint, load_into, replacing, save_checkpoint
-from lockstep.models.lora import ExpertLowRank, adapter_at, adapters_of, add_adapter
+from lockstep.models.lora import ExpertLowRank, adapted, adapters_of, add_adapter
 from lockstep.models.lora_config import AdapterSite, LoraShape
 from lockstep.models.peft_format import (
     BASE,
@@ -150,17 +150,12 @@ def peft_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
 def _factors(model: Decoder) -> Iterator[tuple[AdapterSite, Tensor, Tensor]]:
     """(site, A [R, K], B [N, R]), with a leading dim of experts for experts: views of
     parameters."""
-    seen: dict[str, int] = {}
-    for site in _shape(model).sites:
-        adapter = adapter_at(model, site.projection)
-        if isinstance(adapter, ExpertLowRank):
-            yield site, adapter.A, adapter.B
-            continue
-        assert adapter is not None, (
-            f"{site.projection} has no adapter, and the model's shape says so"
-        )
-        number = seen[site.projection] = seen.get(site.projection, -1) + 1
-        yield site, *adapter.factors(number)
+    for _, sites, adapter in adapted(model):
+        for number, site in enumerate(sites):
+            if isinstance(adapter, ExpertLowRank):
+                yield site, adapter.A, adapter.B
+            else:
+                yield site, *adapter.factors(number)
 
 
 def _read_same_shape(model: Decoder, directory: str | Path) -> LoraShape:
