@@ -170,12 +170,8 @@ class Ops:
         grad_x = torch.empty_like(x)
         for expert, part in rows_by_expert(on_host(tokens_per_expert)):
             torch.mm(grad[part], weight[expert].to(grad.dtype), out=grad_x[part])
-            if grad_weight is None:
-                continue
-            if grad_weight.dtype == grad.dtype:
-                grad_weight[expert].addmm_(grad[part].t(), x[part])
-            else:
-                grad_weight[expert] += grad[part].t() @ x[part]
+            if grad_weight is not None:
+                head.add_product(grad_weight[expert], grad[part].t(), x[part])
         return grad_x.to(dtype)
 
     # -- elementwise and per row --------------------------------------------------------------

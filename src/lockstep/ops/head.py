@@ -91,7 +91,7 @@ class LogProbs(torch.autograd.Function):
                 del logp, probs
             if unit is not None:
                 for columns in _steps(V, _tile_columns(hidden.device, hidden.shape[1])):
-                    _add_product(unit[part], tile[:, columns], fixed[columns].to(dtype))
+                    add_product(unit[part], tile[:, columns], fixed[columns].to(dtype))
             del logits, choices, tile  # before the next chunk is formed
         ctx.settings = dtype, temperature, support, V
         ctx.save_for_backward(hidden, weight, ids, entropy, log_sums, kept, unit)
@@ -157,12 +157,12 @@ class LogProbs(torch.autograd.Function):
                     tile[block] = gradient(logp, here, columns, mask)
                 tile = tile.to(dtype)
                 if grad_hidden is not None:
-                    _add_product(grad_hidden[part], tile, wide_weight)
+                    add_product(grad_hidden[part], tile, wide_weight)
                 if grad_weight is not None:
                     if total is None:
                         total = torch.mm(tile.t(), wide_hidden[part]).to(sum_dtype(dtype))
                     else:
-                        _add_product(total, tile.t(), wide_hidden[part])
+                        add_product(total, tile.t(), wide_hidden[part])
                 del tile
             if grad_weight is not None:
                 grad_weight[columns] = 0.0 if total is None else total  # None: of no tokens
@@ -189,7 +189,7 @@ def _blocks(x: Tensor) -> Iterator[slice]:
     return _steps(len(x), rows)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a @ b, in the dtype of `total`."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
