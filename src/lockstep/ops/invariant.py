@@ -44,7 +44,7 @@ from lockstep.ops.base import (
 )
 from lockstep.ops.context import KEY_BLOCK, AttentionSpec, PackedContext, PagedContext, sum_dtype
 from lockstep.ops.onednn import MANY_ROWS, packed_linear
-from lockstep.ops.paged import PagedKernel, causal_mask, paged_attention
+from lockstep.ops.paged import PagedKernel, causal_mask, paged_attention, sink_rows
 
 Tensor = torch.Tensor
 
@@ -368,12 +368,6 @@ class _Attention(torch.autograd.Function):
         return *grads, *[None] * 3
 
 
-def _sink_column(sinks_H: Tensor, groups: int, queries: int, extra: int) -> Tensor:
-    """[1, G, R, 1]: the sink of each row of a key head's matrix, `extra` of them padding."""
-    by_row = sinks_H.float().view(groups, -1, 1).expand(-1, -1, queries).reshape(groups, -1)
-    return F.pad(by_row, (0, extra))[None, :, :, None]
-
-
 def _attend_rows(
     q: Tensor,
     k: Tensor,
@@ -414,18 +408,16 @@ def _attend_rows(
         at_query = F.pad(at_query, (0, extra), value=stop - 1)[:, None]
         at_key = torch.arange(first, last, device=q.device)
         mask = causal_mask(at_query, at_key, window, torch.float32)[None]
-        column = None if sinks is None else _sink_column(sinks, G, stop - start, extra)
+        sinks_GR = None if sinks is None else sink_rows(sinks.float(), G, stop - start, extra)
         step = max(1, TILE_SCORES // (G * (rows + extra) * (last - first)))
         for at in range(0, B, step):
             part = slice(at, at + step)
             tile = (queries[part, :, :, asked].float() * spec.scale).reshape(-1, rows, D)
             if extra:
                 tile = F.pad(tile, (0, 0, 0, extra))
-            tile_sinks = None
-            if column is not None:
-                tile_sinks = column.expand(len(tile) // G, -1, -1, -1).reshape(len(tile), -1, 1)
+            column = None if sinks_GR is None else sinks_GR.repeat(len(tile) // G, 1)[..., None]
             here = slice(at * G, at * G + len(tile)), slice(first, last)
-            scores, probs = _softmax(tile, keys[here], mask, tile_sinks)
+            scores, probs = _softmax(tile, keys[here], mask, column)
             found = _weigh_values(probs, values[here])
             shape = (-1, G, repeat, stop - start)
             outs[part, :, :, asked] = found[:, :rows].reshape(*shape, D)

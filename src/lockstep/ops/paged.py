@@ -131,13 +131,16 @@ def _key_range(
 def _sink_column(sinks_H: Tensor, block: PagedBlock, groups: int, rows: int, extra: int) -> Tensor:
     """[N, R, 1]: the sink of each row of `attend`."""
     B = len(block.positions)
-    sinks = sinks_H.view(groups, -1, 1).expand(-1, -1, rows * groups // len(sinks_H))
-    sinks = sinks.reshape(groups, -1)
-    if extra:
-        sinks = F.pad(sinks, (0, extra))
-    by_head = sinks[:, None].expand(-1, B, -1)
+    sinks_GR = sink_rows(sinks_H, groups, rows * groups // len(sinks_H), extra)
+    by_head = sinks_GR[:, None].expand(-1, B, -1)
     by_head = by_head if block.resident is None else by_head.transpose(0, 1)
     return by_head.reshape(B * groups, -1, 1)
+
+
+def sink_rows(sinks_H: Tensor, groups: int, queries: int, extra: int) -> Tensor:
+    """[G, R]: the sink of each row of a key head's matrix, `extra` of them padding."""
+    by_row = sinks_H.view(groups, -1, 1).expand(-1, -1, queries).reshape(groups, -1)
+    return F.pad(by_row, (0, extra)) if extra else by_row
 
 
 def _resident_rows(
