@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import methodcaller
 from typing import Any
 
 from lockstep.models.attention_config import LatentShape, LinearShape
@@ -194,11 +195,8 @@ def _rows(sizes: Mapping[str, int], part: str, *width: int) -> ParameterLayout:
     pieces: list[HFPiece] = []
     first = 0
     for module, size in sizes.items():
-
-        def view(parameter: Any, first: int = first, size: int = size) -> Any:
-            return parameter.narrow(0, first, size)
-
-        pieces.append(HFPiece(f"{module}.{part}", (size, *width), view))
+        rows = methodcaller("narrow", 0, first, size)
+        pieces.append(HFPiece(f"{module}.{part}", (size, *width), rows))
         first += size
     return ParameterLayout((first, *width), tuple(pieces))
 
@@ -209,27 +207,18 @@ def _gpt_oss_experts(c: ModelConfig, mlp: str) -> dict[str, ParameterLayout]:
     D, E, F = c.hidden_size, c.num_experts, c.intermediate_size
     experts = f"{mlp}.experts"
 
-    def one(name: str, shape: Shape, theirs: Shape, view: Callable[[Any], Any]) -> ParameterLayout:
-        return ParameterLayout(shape, (HFPiece(f"{experts}.{name}", theirs, view),))
+    def alternating(parameter: Any) -> Any:
+        return parameter.unflatten(1, (2, F)).transpose(1, -1)
 
+    gate_up = HFPiece(f"{experts}.gate_up_proj", (E, D, 2 * F), alternating)
+    gate_up_bias = HFPiece(f"{experts}.gate_up_proj_bias", (E, 2 * F), alternating)
+    down = HFPiece(f"{experts}.down_proj", (E, F, D), methodcaller("transpose", 1, 2))
     return {
         "mlp.router.weight": _single(f"{mlp}.router.weight", E, D),
         "mlp.router.bias": _single(f"{mlp}.router.bias", E),
-        "mlp.gate_up_proj": one(
-            "gate_up_proj",
-            (E, 2 * F, D),
-            (E, D, 2 * F),
-            lambda parameter: parameter.unflatten(1, (2, F)).permute(0, 3, 2, 1),
-        ),
-        "mlp.gate_up_bias": one(
-            "gate_up_proj_bias",
-            (E, 2 * F),
-            (E, 2 * F),
-            lambda parameter: parameter.unflatten(1, (2, F)).transpose(1, 2),
-        ),
-        "mlp.down_proj": one(
-            "down_proj", (E, D, F), (E, F, D), lambda parameter: parameter.transpose(1, 2)
-        ),
+        "mlp.gate_up_proj": ParameterLayout((E, 2 * F, D), (gate_up,)),
+        "mlp.gate_up_bias": ParameterLayout((E, 2 * F), (gate_up_bias,)),
+        "mlp.down_proj": ParameterLayout((E, D, F), (down,)),
         "mlp.down_bias": _single(f"{experts}.down_proj_bias", E, D),
     }
 
@@ -246,21 +235,18 @@ def _experts_one_by_one(c: ModelConfig, mlp: str) -> dict[str, ParameterLayout]:
 
     halves = (("gate", 0), ("up", F))
     gate_up = (piece(e, name, (F, D), first) for e in range(E) for name, first in halves)
+    down = (piece(e, "down", (D, F), 0) for e in range(E))
     out = {"mlp.router.weight": _single(f"{mlp}.gate.weight", E, D)}
     if c.has_sigmoid_routes:
         out["mlp.router.choice_bias"] = _single(f"{mlp}.gate.{CHOICE_BIAS}", E)
-    out |= {
-        "mlp.gate_up_proj": ParameterLayout((E, 2 * F, D), tuple(gate_up)),
-        "mlp.down_proj": ParameterLayout(
-            (E, D, F), tuple(piece(e, "down", (D, F), 0) for e in range(E))
-        ),
-    }
+    out["mlp.gate_up_proj"] = ParameterLayout((E, 2 * F, D), tuple(gate_up))
+    out["mlp.down_proj"] = ParameterLayout((E, D, F), tuple(down))
     if c.shared_width:
         shared = f"{mlp}.shared_expert" if c.has_shared_gate else f"{mlp}.shared_experts"
         rows = {f"{shared}.{name}_proj": c.shared_width for name in ("gate", "up")}
         out["mlp.shared.gate_up_proj.weight"] = _rows(rows, "weight", D)
-        down = _single(f"{shared}.down_proj.weight", D, c.shared_width)
-        out["mlp.shared.down_proj.weight"] = down
+        shared_down = _single(f"{shared}.down_proj.weight", D, c.shared_width)
+        out["mlp.shared.down_proj.weight"] = shared_down
         if c.has_shared_gate:
             out["mlp.shared_gate.weight"] = _single(f"{shared}_gate.weight", 1, D)
     return out
