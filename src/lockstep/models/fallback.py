@@ -30,6 +30,7 @@ from lockstep.models.hf_io import (
     replacing,
     save_checkpoint,
 )
+from lockstep.models.sharding import copy_whole
 from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext, Support, take_rows
 
@@ -148,29 +149,21 @@ class FallbackModel(nn.Module):
             config.sliding_window = window
             make: Any = create_causal_mask if window is None else create_sliding_window_causal_mask
             hidden = args[0] if args else kwargs["hidden_states"]
+            # Releases of transformers have renamed the keyword of the cache.
+            names = inspect.signature(make).parameters
+            cache = {"cache" if "cache" in names else "past_key_values": None}
             mask = make(
-                config=config,
-                inputs_embeds=hidden,
-                attention_mask=padding["mask"],
-                **{self._cache_name(make): None},
+                config=config, inputs_embeds=hidden, attention_mask=padding["mask"], **cache
             )
             return args, kwargs | {"attention_mask": mask}
 
         with ExitStack() as stack:
-            hooks = [base.register_forward_pre_hook(keep, with_kwargs=True)]
+            stack.enter_context(base.register_forward_pre_hook(keep, with_kwargs=True))
             for layer, before, after in zip(base.layers, own, windows, strict=True):
                 if before != after:
-                    hook = partial(give, after)
-                    hooks.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-            for handle in hooks:
-                stack.callback(handle.remove)
+                    hook = layer.register_forward_pre_hook(partial(give, after), with_kwargs=True)
+                    stack.enter_context(hook)
             yield
-
-    @staticmethod
-    def _cache_name(make: Any) -> str:
-        """Keyword of the cache, which releases of transformers have renamed."""
-        names = inspect.signature(make).parameters
-        return "cache" if "cache" in names else "past_key_values"
 
     def _check(self, context: Any, routing: Any) -> None:
         if not isinstance(context, PackedContext):
@@ -301,8 +294,4 @@ def _(
 @load_into.register
 def _(model: FallbackModel, directory: str | Path) -> None:
     """Loads a second copy on the CPU first, since transformers loads into new models only."""
-    other = load_fallback(directory, dtype=model.embedding.dtype)
-    with torch.no_grad():
-        mine, theirs = dict(model.named_parameters()), dict(other.named_parameters())
-        for name, parameter in mine.items():
-            parameter.copy_(theirs[name])
+    copy_whole(load_fallback(directory, dtype=model.embedding.dtype), model)

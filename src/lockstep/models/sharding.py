@@ -104,7 +104,7 @@ def part_like(value: Tensor, parameter: Tensor) -> Tensor:
 def copy_whole(
     source: torch.nn.Module, target: torch.nn.Module, *, is_trained_only: bool = False
 ) -> None:
-    """Writes the parameters of a sharded model into a whole one, gathering one after another.
+    """Writes a model's parameters into a whole one; sharded ones are gathered one after another.
 
     is_trained_only: leaves out frozen parameters, which the target has already. Collective.
     """
