@@ -61,22 +61,16 @@ def paged_attention(
     wide = torch.float32 if q_THD.dtype.itemsize < 4 else q_THD.dtype
     sinks = None if spec.sinks is None else spec.sinks.to(wide)
     window = spec.window
-    outs = []
-    for block in context.blocks:
+
+    def of_block(block: PagedBlock) -> Tensor:
+        """Attention of one block: [B * Q, H, D]."""
         B, Q = block.positions.shape
         if block.token_index is None:
             q = q_THD[block.first_token : block.first_token + B * Q]
         else:
             q = q_THD[block.token_index.view(-1)]
 
-        def run(
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            part: slice,
-            seen: tuple[int, int],
-            block: PagedBlock = block,
-        ) -> Tensor:
+        def run(q: Tensor, k: Tensor, v: Tensor, part: slice, seen: tuple[int, int]) -> Tensor:
             """`attend` for the queries [N, rows, D] of `part`, padded to the row quantum."""
             rows = q.shape[1]
             extra = -rows % kernel.row_quantum
@@ -91,8 +85,7 @@ def paged_attention(
             tokens = slice(block.first_token, block.first_token + B)
             seen = _key_range(block, ALL, window, key_block, key_quantum)
             k, v = _resident_rows(block, k_TGD[tokens], v_TGD[tokens], spec.layer, *seen)
-            outs.append(run(q.reshape(B * G, -1, D), k, v, ALL, seen).reshape(B, H, D))
-            continue
+            return run(q.reshape(B * G, -1, D), k, v, ALL, seen).reshape(B, H, D)
         first_quantum = math.lcm(key_block, keys.shape[2])
         first, stop = _key_range(block, ALL, window, first_quantum, key_quantum)
         read = [_read_pages(plane, block, first, stop) for plane in planes]
@@ -107,7 +100,9 @@ def paged_attention(
             out = out.reshape(G, B, H // G, -1, D).permute(1, 3, 0, 2, 4)
             parts.append(out.reshape(B, -1, H, D))
         out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        outs.append(out.reshape(B * Q, H, D))
+        return out.reshape(B * Q, H, D)
+
+    outs = [of_block(block) for block in context.blocks]
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out if context.place_index is None else out[context.place_index]
 
