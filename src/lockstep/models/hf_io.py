@@ -448,10 +448,12 @@ def save_checkpoint(
     """
     dtype = dtype or model.embedding.dtype
     source = HFTensors(model, num_kept=2)  # in a file, a layer's experts alternate between two
-    before = _tensors_of(like)
+    has_weights = any((Path(like) / name).is_file() for name in (WEIGHTS, INDEX))
+    before = read_tensors(like) if has_weights else {}
     tensors = _outgoing(model, source, before, extra_tensors or {}, dtype=dtype)
-    placed = _files_like(before, tensors, is_tied=model.config.tie_embeddings)
-    if placed is None:
+    placed = {name: stored.path.name for name, stored in before.items()}
+    tied = {HEAD} if model.config.tie_embeddings else set[str]()
+    if placed.keys() - tied != tensors.keys():  # the files of `like` hold others
         placed = split_state_dict_into_shards_factory(
             tensors,  # in the order of the model
             get_storage_size=lambda tensor: tensor.num_bytes,
@@ -537,19 +539,3 @@ def copy_companions(like: str | Path, directory: Path) -> None:
     for name in COMPANIONS:
         if (Path(like) / name).is_file():
             shutil.copyfile(Path(like) / name, directory / name)
-
-
-def _tensors_of(like: str | Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint; none where the directory has no weights."""
-    root = Path(like)
-    has_weights = (root / WEIGHTS).is_file() or (root / INDEX).is_file()
-    return read_tensors(root) if has_weights else {}
-
-
-def _files_like(
-    before: Mapping[str, StoredTensor], tensors: Mapping[str, Outgoing], *, is_tied: bool
-) -> dict[str, str] | None:
-    """name -> file as before; None unless there were the same tensors."""
-    placed = {name: stored.path.name for name, stored in before.items()}
-    extra = {HEAD} if is_tied else set[str]()
-    return placed if placed.keys() - extra == tensors.keys() else None
