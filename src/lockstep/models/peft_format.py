@@ -36,7 +36,7 @@ _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16
 """Samples of each weight file. A few reads suffice: two trainings of one model differ in all
 weights."""
 
-_VOLATILE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
+_VOLATILE = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 """Keys of config.json that change when a model is saved again."""
 
 _WITHOUT_EFFECT = frozenset(tables_beside(__file__)["without_effect"])
@@ -183,12 +183,9 @@ def tensor_keys(sites: Sequence[AdapterSite]) -> dict[str, tuple[str, str]]:
 def digest_of(directory: str | Path) -> str:
     """Hash of config.json and samples of each weight file: identifies a model's weights."""
     root = Path(directory)
-    config = {
-        k: v
-        for k, v in read_json(root / "config.json", CheckpointError).items()
-        if k not in _VOLATILE
-    }
-    found = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    config = read_json(root / "config.json", CheckpointError)
+    lasting = {key: config[key] for key in config.keys() - _VOLATILE}
+    found = hashlib.sha256(json.dumps(lasting, sort_keys=True).encode())
     for path in sorted(root.glob("model*.safetensors")):
         size = path.stat().st_size
         found.update(f"{path.name} {size}".encode())
