@@ -70,10 +70,6 @@ def _of_row(row: Tensor, inverse: Tensor, matmul: Matmul) -> Tensor:
     return torch.bmm(row, inverse) if row.device.type == "cpu" else matmul(row, inverse)
 
 
-def _lower(of: Tensor, diagonal: int) -> Tensor:
-    return torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=of.device).tril(diagonal)
-
-
 def _pairs(q: Tensor, k: Tensor, matmul: Matmul) -> Tensor:
     """[n, G, 1, 2, C, C]: products of queries, and of keys, with keys."""
     n, G, C, _ = k.shape
@@ -84,7 +80,8 @@ def _pairs(q: Tensor, k: Tensor, matmul: Matmul) -> Tensor:
 def _decay(c: Tensor) -> Tensor:
     """[n, H, C, C]: exp(c_i - c_j), 0 above the diagonal."""
     gaps = c[..., :, None] - c[..., None, :]
-    return gaps.masked_fill_(~_lower(c, 0), float("-inf")).exp_()
+    is_later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=c.device).triu(1)
+    return gaps.masked_fill_(is_later, float("-inf")).exp_()
 
 
 def _by_head(pairs: Tensor, num_heads: int) -> Tensor:
