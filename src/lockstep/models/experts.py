@@ -191,12 +191,12 @@ class ExpertLinear(torch.autograd.Function):
         return ops.expert_linear(x_RK, weight_ENK, None, counts)
 
     @staticmethod
-    def backward(ctx, *grad_outputs):
+    def backward(ctx, grad_RN):
         (x_RK, weight), (counts, ops) = ctx.saved_tensors, ctx.settings
-        grad_RN, grad = grad_outputs[0].contiguous(), None
-        if ctx.needs_input_grad[1]:
-            grad = torch.zeros_like(weight)
-        grad_RK = ops.expert_linear_backward(grad_RN, x_RK, weight, counts, grad_weight=grad)
+        grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        grad_RK = ops.expert_linear_backward(
+            grad_RN.contiguous(), x_RK, weight, counts, grad_weight=grad
+        )
         return grad_RK, grad, None, None
 
 
@@ -214,9 +214,8 @@ class _Mix(torch.autograd.Function):
         return _mix(x_TD, weights_TA, experts_TA, plan)
 
     @staticmethod
-    def backward(ctx, *grad_outputs):
+    def backward(ctx, grad_TD):
         x_TD, weights_TA, experts_TA, *tensors = ctx.saved_tensors
-        (grad_TD,) = grad_outputs
         plan: ExpertPlan = ctx.plan
         needs_x, needs_weights, _, _, *needed = ctx.needs_input_grad
         gate_up = plan.gate_up.with_tensors(*tensors[:4])
