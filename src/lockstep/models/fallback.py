@@ -27,6 +27,7 @@ from lockstep.models.hf_io import (
     copy_companions,
     hf_tensors,
     load_into,
+    refuse_misfits,
     replacing,
     save_checkpoint,
 )
@@ -246,15 +247,9 @@ def load_fallback(
             f"{directory}: transformers cannot load {config.architecture} ({error})."
         ) from error
     inner, found = loaded
-    misfits = [
-        f"{kind.removesuffix('_keys')} ({len(names)}): {', '.join(sorted(map(str, names)))}"
-        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
-        if (names := found.get(kind))
-    ]
-    if misfits:
-        raise CheckpointError(
-            f"{directory} does not fit {config.architecture}: {'; '.join(misfits)}."
-        )
+    kinds = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+    misfits = {k.removesuffix("_keys"): sorted(map(str, found.get(k) or ())) for k in kinds}
+    refuse_misfits(misfits, what=f"{directory} does not fit {config.architecture}")
     return FallbackModel(inner.to(device), config)
 
 

@@ -202,15 +202,17 @@ def check_tensors(
                         "of quantised weights, only MXFP4 of gpt_oss can be read)"
                     )
     misfits["unexpected"] = sorted(set(tensors) - known)
+    refuse_misfits(misfits, what=f"{where} does not fit its config ({config.architecture})")
+
+
+def refuse_misfits(misfits: Mapping[str, list[str]], *, what: str) -> None:
+    """Raises CheckpointError if there are any. misfits: kind -> tensors, in words. what: beginning
+    of the message."""
     texts = [
-        f"{kind} ({len(names)}): {', '.join(_first(names))}"
-        for kind, names in misfits.items()
-        if names
+        f"{k} ({len(names)}): {', '.join(_first(names))}" for k, names in misfits.items() if names
     ]
     if texts:
-        raise CheckpointError(
-            f"{where} does not fit its config ({config.architecture}): {'; '.join(texts)}."
-        )
+        raise CheckpointError(f"{what}: {'; '.join(texts)}.")
 
 
 def _is_extra(name: str, config: ModelConfig) -> bool:
