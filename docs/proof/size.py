@@ -25,7 +25,7 @@ CEILINGS = {
     "tinker": 3_772,
     "run": 4_938,
     "renderers": 3_301,
-    "models and ops": 8_772,
+    "models and ops": 8_724,
     "engines, sync, launch": 9_150,
     "agent": 6_826,
     "learn: training, correction, objectives": 5_057,
