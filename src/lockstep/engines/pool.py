@@ -74,9 +74,6 @@ class _Replica:
     revival: asyncio.Task[None] | None = None
     num_probes: int = 0
 
-    def mark_alive(self) -> None:
-        self.alive_at = _now()
-
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _PoolEntry(Entry):
@@ -168,7 +165,7 @@ class Pool(LedgerEngine[_PoolEntry]):
     async def _score_in(self, replica: _Replica, token_ids: Int32Array, **how: Any) -> Scores:
         async with self._serving(replica):
             found = await replica.engine.score(token_ids, **how)
-            replica.mark_alive()
+            replica.alive_at = _now()
             self._check_version(replica, found.policy_version)
         return found
 
@@ -264,10 +261,8 @@ class Pool(LedgerEngine[_PoolEntry]):
 
     async def _close(self) -> None:
         """Closes every replica, lost replicas too."""
-        for task in (
-            self._watcher,
-            *(task for r in self._replicas for task in (r.probe, r.revival)),
-        ):
+        of_replicas = [task for r in self._replicas for task in (r.probe, r.revival)]
+        for task in (self._watcher, *of_replicas):
             await cancel(task)
         # A replica that is gone, or frozen, cannot be closed.
         await asyncio.gather(
@@ -352,7 +347,7 @@ class Pool(LedgerEngine[_PoolEntry]):
             deltas = replica.engine.generate(asked)
             try:
                 async for delta in deltas:
-                    replica.mark_alive()
+                    replica.alive_at = _now()
                     _set(limit, _now() + self._config.reply_seconds)
                     self._check_version(replica, delta.policy_version)
                     self._deliver(reply, delta, base)
@@ -392,8 +387,7 @@ class Pool(LedgerEngine[_PoolEntry]):
 
     def _end(self, reply: _PoolEntry, reason: FinishReason, stop: int | None = None) -> None:
         """Ends a reply that has no more tokens."""
-        delta = end_delta(reply, reason, version=self.version, stop=stop)
-        self._hand_out(reply, delta)
+        self._hand_out(reply, end_delta(reply, reason, version=self.version, stop=stop))
 
     # -- which replica serves it --------------------------------------------------------------
 
@@ -401,7 +395,7 @@ class Pool(LedgerEngine[_PoolEntry]):
     async def _serving(self, replica: _Replica) -> AsyncIterator[asyncio.Timeout]:
         """A request's time in a replica: counted there, and cut off when the replica is lost."""
         if not replica.streams:
-            replica.mark_alive()
+            replica.alive_at = _now()
         limit = asyncio.timeout(self._config.reply_seconds)
         replica.streams.add(limit)
         replica.num_served += 1
@@ -494,7 +488,7 @@ class Pool(LedgerEngine[_PoolEntry]):
         try:
             async with asyncio.timeout(self._config.frozen_seconds / 2):
                 async for _ in replica.engine.generate(request):
-                    replica.mark_alive()
+                    replica.alive_at = _now()
         except _FAILURES:
             return False
         return True
@@ -537,7 +531,7 @@ class Pool(LedgerEngine[_PoolEntry]):
                 replica.alive_at += max(0.0, now - began - tick)
             if not self._may_probe:
                 for replica in self._replicas:
-                    replica.mark_alive()
+                    replica.alive_at = _now()
                 continue
             for replica in self._replicas:
                 if replica.state == "ready":
@@ -582,7 +576,7 @@ class Pool(LedgerEngine[_PoolEntry]):
             try:
                 async with asyncio.timeout(self._config.load_seconds):
                     await call(replica)
-                replica.mark_alive()
+                replica.alive_at = _now()
             except _OF_THE_REQUEST:
                 raise
             except _FAILURES as error:
@@ -624,7 +618,7 @@ class Pool(LedgerEngine[_PoolEntry]):
             self._lose(replica, f"weights of version {version}: {_text(error)}")
             return False
         replica.version = version
-        replica.mark_alive()
+        replica.alive_at = _now()
         if not was_out and replica.state == "loading":
             replica.state = "ready"
             self._notify()

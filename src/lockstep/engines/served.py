@@ -261,8 +261,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
                 self._lease.claim(await self.wire.read_label())
             await self._suspend()
             for reply in self._running.values():
-                if len(reply.token_ids) > reply.num_sent:
-                    self._send(reply, "weight_update")
+                self._send(reply, "weight_update")
             takes_adapters = self.capabilities.has_adapters
             before, self._policy = self._policy, ""
             try:
@@ -308,7 +307,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
             if reply.call_id:
                 reply.is_moving = True
                 await self._send_abort(reply.call_id)
-            elif len(reply.token_ids) > reply.num_sent:
+            else:
                 self._send(reply, "weight_update")
         calls = [call for call, of in self._calls.items() if of is not None and of.is_moving]
         await self._end_calls(calls)
@@ -524,31 +523,23 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
             return
         if reason == "stop" and num_sampled and chunk.stop == ids[-1]:
             return  # at an id of the server's own: the model chose it, and the reply goes on
-        if reason == "abort" and reply.is_aborted:
-            self._send(reply, "abort")
-        elif reason == "abort" and reply.is_moving:
-            if len(ids) > reply.num_sent:
-                self._send(reply, "weight_update")
+        problem = ""
+        if reason == "abort" and (reply.is_aborted or reply.is_moving):
+            self._send(reply, "abort" if reply.is_aborted else "weight_update")
         elif reason == "abort" and not self._is_shut:
-            raise self._fault(
-                reply.where, "aborted it, and was not asked to: was its server paused or ended?"
-            )
+            problem = "aborted it, and was not asked to: was its server paused or ended?"
         elif reason == "length":
-            raise self._fault(
-                reply.where,
-                f"ended after {len(ids)} of {limit_of(reply.request, self.capabilities)} tokens, "
-                "without room for more",
-            )
-        elif reason not in ("abort", "stop"):
-            raise self._fault(reply.where, f"ended with {reason!r}, not stop, length or abort")
+            limit = limit_of(reply.request, self.capabilities)
+            problem = f"ended after {len(ids)} of {limit} tokens, without room for more"
         elif reason == "stop":
             found = "without saying where" if chunk.stop is None else f"at {chunk.stop!r}"
             last = f"ends in {ids[-1]}" if ids else "is empty"
-            raise self._fault(
-                reply.where,
-                f"stopped {found}, and the reply {last}: the stop id is left out of the ids. "
-                f"Expected one of {list(sampling.stop_ids)} as the last id",
-            )
+            problem = f"stopped {found}, and the reply {last}: the stop id is left out of the ids. "
+            problem += f"Expected one of {list(sampling.stop_ids)} as the last id"
+        elif reason != "abort":
+            problem = f"ended with {reason!r}, not stop, length or abort"
+        if problem:
+            raise self._fault(reply.where, problem)
 
     def _drop_last(self, reply: _ServedEntry, num_sampled: int) -> None:
         """Forgets the tokens of a call: they are sampled again."""
@@ -668,8 +659,11 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
     def _send(
         self, reply: _ServedEntry, reason: FinishReason | None, stop: int | str | None = None
     ) -> None:
-        """Hands over everything that is new, as the end of a segment or of the reply. Of a reply
-        that streams, each token but the last one, which may be the end, is a delta of its own."""
+        """Hands over everything that is new, as the end of a segment, which has a token, or of the
+        reply. Of a reply that streams, each token but the last one, which may be the end, is a
+        delta of its own."""
+        if reason == "weight_update" and len(reply.token_ids) == reply.num_sent:
+            return
         if reply.request.stream:
             for stop_at in range(reply.num_sent + 1, len(reply.token_ids)):
                 self._deliver(reply, stop_at)
