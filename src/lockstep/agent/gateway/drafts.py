@@ -52,15 +52,16 @@ class Drafts:
         """
         found = self._tree.find(dialogue)
         place, reason = found.place, self._tree.reason(dialogue, found)
-        if place is not None and found.num_batches > dialogue.num_replies:
+        if place is not None and found.num_batches > len(dialogue.replies):
             return Draft(place, reason)
         try:
             try:
                 if place is not None:
-                    draft = Draft(place, reason)
-                    return self._grow(draft, dialogue, found.num_batches, found.answer)
+                    return self._grow(
+                        Draft(place, reason), dialogue, found.num_batches, found.answer
+                    )
             except RendererError:
-                if found.num_replies == dialogue.num_replies:
+                if found.num_replies == len(dialogue.replies):
                     raise
                 # A reply that no model samples in one turn: as a history it may be written.
             return self._draft_root(dialogue, reason)
@@ -71,7 +72,7 @@ class Drafts:
         """Makes a new root. Its prompt is everything before the first reply that was sampled here,
         written by the template; after that, ids are reused."""
         known = (at for at, reply in enumerate(dialogue.replies) if self._tree.known(reply))
-        size = 1 + next(known, dialogue.num_replies)
+        size = 1 + next(known, len(dialogue.replies))
         messages = dialogue.messages(size)
         ids = np.asarray(self._renderer.render(messages, dialogue.tools), np.int32)
         key, num_messages = dialogue.root_key(size), dialogue.num_messages(size)
@@ -171,20 +172,16 @@ class Drafts:
     def record_prompt(self, draft: Draft) -> tuple[int, str]:
         """Records the missing part of the prompt; see `Prompt.record`."""
         place = draft.place
-        if place.segment is None:  # the branch begins with the place
-            draft.reason = place.why or ""
-            return self._record_path(place), ""
-        draft.reason = draft.reason or "concurrent"
-        return place.segment, draft.reason
-
-    def _record_path(self, node: Input | Answer) -> int:
-        """Records the missing parts of the node's path. Returns the segment that ends it."""
-        leaf, missing = self._missing(node)
+        if place.segment is not None:
+            draft.reason = draft.reason or "concurrent"
+            return place.segment, draft.reason
+        draft.reason = place.why or ""  # the branch begins with the place
+        leaf, missing = self._missing(place)
         for each in missing:
             leaf = self._sampler.observe(leaf, each.parts, reason=each.reason)
             each.segment, each.parts = leaf, []
         assert leaf is not None, "a first prompt has ids"
-        return leaf
+        return leaf, ""
 
     def _ids_of(self, answer: Answer) -> Int32Array:
         if answer.segment is None:

@@ -343,8 +343,7 @@ class GatewayServer:
         return known
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        read = partial(messages.read, is_counted=True)
-        session, _, asked = await self._asked(request, read)
+        session, _, asked = await self._asked(request, partial(messages.read, is_counted=True))
         return _json({"input_tokens": await session.count_tokens(asked.turn)})
 
     async def _models(self, request: web.Request) -> web.Response:

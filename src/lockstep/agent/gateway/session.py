@@ -260,19 +260,15 @@ class GatewaySession:
         else:
             trajectory.status = "truncated" if self._exhausted else "finished"
             trajectory.error = self._exhausted
-            self._lay_rewards()
+            trajectory.rewards.update(self._due_rewards())
+            for leaf, reward in self._rewards.items():
+                if leaf is not None and leaf not in trajectory.rewards:
+                    trajectory.set_segment_reward(leaf, reward)
+            num_abandoned = sum(a.is_abandoned for a in self._tree.answers)
+            count(trajectory, "gateway/abandoned_turns", num_abandoned)
         self.dialogues.clear()
         self.ended.set()
         self.on_finish(self)
-
-    def _lay_rewards(self) -> None:
-        trajectory = self.trajectory
-        trajectory.rewards.update(self._due_rewards())
-        for leaf, reward in self._rewards.items():
-            if leaf is not None and leaf not in trajectory.rewards:
-                trajectory.set_segment_reward(leaf, reward)
-        num_abandoned = sum(a.is_abandoned for a in self._tree.answers)
-        count(trajectory, "gateway/abandoned_turns", num_abandoned)
 
     # -- one turn -----------------------------------------------------------------------------
 
@@ -311,8 +307,7 @@ class GatewaySession:
                 on_stage=partial(setattr, drafted, "stage"),
             )
         except OutOfTime:
-            text = "the time was over before the first token"
-            raise self._exhaust("max_seconds", text) from None
+            raise self._exhaust("max_seconds", "the time was over before the first token") from None
         except Exception as error:
             # Nothing was recorded, so the agent gets no turn.
             count(self.trajectory, "gateway/engine_errors")

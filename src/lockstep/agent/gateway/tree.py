@@ -121,6 +121,7 @@ class History:
     batches: list[tuple[Message, ...]]
     """One more than replies."""
     replies: list[Message]
+    """Those that the agent repeats."""
     batch_keys: list[Key]
     """The first is with the tools."""
     reply_keys: list[Key]
@@ -155,11 +156,6 @@ class History:
         out.batches.append(tuple(batch))
         out.batch_keys.append(tuple(key))
         return out
-
-    @property
-    def num_replies(self) -> int:
-        """Replies that the agent repeats."""
-        return len(self.replies)
 
     def num_messages(self, num_batches: int) -> int:
         """Messages up to the end of that batch."""
@@ -207,14 +203,14 @@ class Tree:
     def find(self, dialogue: History) -> Found:
         """The deepest path that the dialogue begins with."""
         best = Found()
-        sizes = (size for size in sorted(self._root_sizes) if size <= dialogue.num_replies + 1)
+        sizes = (size for size in sorted(self._root_sizes) if size <= len(dialogue.replies) + 1)
         roots = ((self._roots.get(dialogue.root_key(size)), size) for size in sizes)
         left = [(root, size) for root, size in roots if root is not None]
         while left:
             place, num_batches = left.pop()
             if num_batches > best.num_batches:
                 best = Found(place, None, num_batches)
-            if num_batches > dialogue.num_replies:
+            if num_batches > len(dialogue.replies):
                 break
             same = _same_answers(place, dialogue, num_batches - 1)
             if same and best.answer is None and num_batches == best.num_batches:
@@ -258,12 +254,12 @@ class Tree:
 
     def reason(self, dialogue: History, found: Found) -> Reason:
         """Says why `dialogue` is not simply the next turn of a path. found: its known part."""
-        if found.num_batches > dialogue.num_replies:
+        if found.num_batches > len(dialogue.replies):
             assert found.place is not None
             return _reason_at(found.place)
         if found.answer is not None:
             others = [place for place in found.answer.places.values() if place.is_used]
-            if found.num_replies == dialogue.num_replies and not others:
+            if found.num_replies == len(dialogue.replies) and not others:
                 return ""
             if others and all(place.num_running and not place.answers for place in others):
                 return "concurrent"
@@ -281,7 +277,7 @@ class Tree:
             return "sub_agent"
         if self._quotes(dialogue.batches[0]):
             return "compaction"
-        is_told_on = dialogue.num_replies > 0 or self._shares_question(dialogue)
+        is_told_on = len(dialogue.replies) > 0 or self._shares_question(dialogue)
         return self._rewritten(dialogue, Found()) if is_told_on else "new_dialogue"
 
     def _shares_question(self, dialogue: History) -> bool:
@@ -413,16 +409,15 @@ def _same_answers(place: Input, dialogue: History, at: int) -> list[Answer]:
     """Returns the answers at a place that equal reply `at`, likeliest first: same ids of calls,
     then same reasoning, then the newest."""
     reply = dialogue.replies[at]
+    ids = [call.id for call in reply.tool_calls]
 
     def likeness(answer: Answer) -> tuple[bool, bool]:
         has_ids = bool(ids) and ids == [call.id for call in answer.message.tool_calls]
         return has_ids, answer.message.thinking == reply.thinking
 
     equal = place.answers.get(dialogue.reply_keys[at], ())
-    same = [answer for answer in equal if _has_same_thinking(answer, reply)]
-    ids = [call.id for call in reply.tool_calls]
-    newest_first = same[::-1]
-    return sorted(newest_first, key=likeness, reverse=True)
+    same = [answer for answer in reversed(equal) if _has_same_thinking(answer, reply)]
+    return sorted(same, key=likeness, reverse=True)
 
 
 def _has_same_thinking(answer: Answer, reply: Message) -> bool:
