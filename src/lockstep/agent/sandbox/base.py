@@ -7,6 +7,7 @@ can reach, and a run that lasts days tries it thousands of times an hour.
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
@@ -137,10 +138,8 @@ class Sandbox:
         """Drops what belongs to an event loop that is no longer used."""
 
     async def _wait_and_run(self, code: str, session: str) -> ProgramResult:
-        if not session:
-            async with self._free:
-                return await self._run(code, session)
-        async with self._turns.setdefault(session, asyncio.Lock()), self._free:
+        turn = self._turns.setdefault(session, asyncio.Lock()) if session else nullcontext()
+        async with turn, self._free:
             return await self._run(code, session)
 
     def _join_loop(self) -> None:

@@ -149,9 +149,7 @@ def python_binds(packages: Sequence[str]) -> list[str]:
         **{f"/python/libraries/{k}": os.path.realpath(v) for k, v in sorted(libraries.items())},
         **{f"/packages/{index}": path for index, path in enumerate(packages)},
     }
-    argv: list[str] = []
-    for place, path in bound.items():
-        argv += ["--ro-bind", path, place]
+    argv = [word for place, path in bound.items() for word in ("--ro-bind", path, place)]
     for name in ("site-packages", "dist-packages"):
         if os.path.isdir(f"{stdlib}/{name}"):
             hidden = f"{inside}/{name}"

@@ -120,15 +120,14 @@ class MontySandbox(Sandbox):
         return await asyncio.shield(self._start)
 
     async def _open(self) -> Any:
-        seconds = self._limits.seconds
         pool = self._monty.AsyncMonty(
             binary_path=self._worker_script(),
             min_processes=self._config.workers,
             max_processes=self._config.workers,
             max_checkouts_per_worker=MAX_CHECKOUTS,
             feed_duration_limit_grace=GRACE_SECONDS,
-            request_timeout=seconds
-            + 2 * GRACE_SECONDS,  # of requests that run no program, such as loading a state
+            # Of requests that run no program, such as loading a state.
+            request_timeout=self._limits.seconds + 2 * GRACE_SECONDS,
         )
         try:
             opened = await pool.__aenter__()
@@ -201,9 +200,7 @@ class MontySandbox(Sandbox):
         if spans_lines and not await self._can_be_parsed(feed, code):
             shown = ""
         # A last None, so that no value leaves as an object.
-        for program in (shown, code + "\n\nNone"):
-            if not program:
-                continue
+        for program in filter(None, (shown, code + "\n\nNone")):
             printed = monty.CollectString(max_bytes=self._max_printed_bytes)
             asked: list[str] = []
 

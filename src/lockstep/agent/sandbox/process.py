@@ -359,8 +359,7 @@ class ProcessSandbox(Sandbox):
             self._launch = await asyncio.to_thread(self._config.prepare)
         while True:
             while len(self._ready) <= self._num_workers:
-                max_bytes = max_printed_bytes(self._limits)
-                starting = Worker.start(self._launch(), max_bytes=max_bytes)
+                starting = Worker.start(self._launch(), max_bytes=max_printed_bytes(self._limits))
                 self._ready.append(asyncio.ensure_future(starting))
             start = self._ready.pop(0)
             try:
