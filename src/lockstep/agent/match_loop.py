@@ -205,8 +205,7 @@ class _RunningMatch:
             if seat not in self.seats:
                 raise RolloutError(f"no seat {seat!r}; the seats are {', '.join(self.seats)}")
             found = self.players[seat, player] = _Player(self, seat, player)
-            conversation = self._converse(found, seat)
-            job = self.conversations.create_task(conversation, context=own_context())
+            job = self.conversations.create_task(self._converse(found, seat), context=own_context())
             self.jobs.append(job)
         return await found.ask(messages)
 

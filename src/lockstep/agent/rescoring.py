@@ -71,8 +71,7 @@ class Rescorer:
             for i, end in zip(path, ends, strict=True)
             if segments[i].is_sampled and segments[i].turn == segments[leaf].turn
         ]
-        turn = _Turn(trajectory, trajectory.rescorings, trajectory.path_ids(leaf), spans)
-        self._put_back(turn)
+        self._put_back(_Turn(trajectory, trajectory.rescorings, trajectory.path_ids(leaf), spans))
 
     def drop(self, trajectory: Trajectory) -> None:
         """Drops the turns of a failed episode: waiting ones are not scored, results of running ones
@@ -172,8 +171,7 @@ class _Turn:
 
     def is_by(self, version: int) -> bool:
         """True if these weights sampled any part of the turn."""
-        segments = self.trajectory.segments
-        return any(segments[i].policy_version == version for i, _, _ in self.spans)
+        return any(self.trajectory.segments[i].policy_version == version for i, _, _ in self.spans)
 
     def keep(self, scores: Scores) -> None:
         """Keeps scores by the weights that sampled the turn, and counts the others."""
