@@ -158,13 +158,9 @@ class PlanFacts:
     @property
     def T(self) -> int:
         """This rank's part of the largest micro-batch."""
-        longest = min(self.trainer.max_tokens_per_microbatch, self.rank_update_tokens)
-        return math.ceil(longest / self.sequence)
-
-    @property
-    def rank_update_tokens(self) -> int:
-        """Tokens of the rows that this rank trains on, alone or with others."""
-        return math.ceil(self.max_update_tokens * self.sequence / self.num_ranks)
+        # Tokens of the rows that this rank trains on, alone or with others.
+        own = math.ceil(self.max_update_tokens * self.sequence / self.num_ranks)
+        return math.ceil(min(self.trainer.max_tokens_per_microbatch, own) / self.sequence)
 
     def sharded(self, num_bytes: int) -> int:
         return math.ceil(num_bytes / self.num_ranks) if self.is_sharded else num_bytes
@@ -270,8 +266,7 @@ def plan_memory(facts: PlanFacts) -> MemoryPlan:
     whole = num_elements(shapes) * facts.a
     if facts.has_reference and facts.lora is None:
         device["reference policy"] = facts.sharded(whole)
-    teachers = map(decoder_shapes, facts.teachers)
-    device["teachers"] = facts.a * sum(map(num_elements, teachers))
+    device["teachers"] = facts.a * sum(num_elements(decoder_shapes(m)) for m in facts.teachers)
     if engine is not None and (
         engine.replicas == 0 or engine.share_device or facts.device == "cpu"
     ):
@@ -305,8 +300,7 @@ def _add_optimizer(
         parts[f"{whose}float32 masters"] = size
     # A byte each, and a scale of four for 256 of them.
     packed = 2 * (size // 4 + size // 256)
-    is_packed = facts.trainer.moments == "float8"
-    parts[f"{whose}AdamW moments"] = packed if is_packed else 2 * size
+    parts[f"{whose}AdamW moments"] = packed if facts.trainer.moments == "float8" else 2 * size
     if is_offloaded:
         parts[f"{whose}gradients"] = size
 
@@ -374,8 +368,7 @@ def _training(facts: PlanFacts) -> Parts:
         head, num_gradients = max(head, min(room, 5 * logits)), 2
         for teacher in facts.teachers:
             of_teacher = replace(facts, model=teacher)
-            blocks_at_work = (_work_bytes(of_teacher, i) for i in range(teacher.num_layers))
-            at_work = max(at_work, *blocks_at_work)
+            at_work = max(at_work, *(_work_bytes(of_teacher, i) for i in range(teacher.num_layers)))
     head += 2 * T * c.hidden_size * 4
     if trained.keys() & {"embedding", "untied_head"}:
         head += num_gradients * c.num_rows * c.hidden_size * 4
@@ -445,7 +438,10 @@ def _work_bytes(facts: PlanFacts, layer: int) -> int:
         # Inputs of the convolution and of the rule, and the gradients of both.
         attention = T * 8 * c.linear.channels * 4 + DELTA_WORK_BYTES[facts.device]
     if layer in c.routed_layers:
-        mlp = _expert_chunk_bytes(facts, T)
+        # Forward and backward of the experts on one chunk of tokens.
+        rows = EXPERT_CHUNK_ROWS[facts.device] * c.num_experts // c.num_active_experts
+        pairs = min(T, max(LEAST_EXPERT_CHUNK, rows)) * c.num_active_experts
+        mlp = pairs * (3 * c.hidden_size + 8 * c.intermediate_size) * max(facts.a, 4)
     else:
         mlp = T * 4 * _mlp_width(c) * facts.a
     return T * c.hidden_size * 4 * 2 + max(attention, mlp)
@@ -453,14 +449,6 @@ def _work_bytes(facts: PlanFacts, layer: int) -> int:
 
 def _mlp_width(c: ModelConfig) -> int:
     return c.dense_intermediate_size if c.is_moe else c.intermediate_size
-
-
-def _expert_chunk_bytes(facts: PlanFacts, num_tokens: int) -> int:
-    """Forward and backward of the experts on one chunk of tokens."""
-    c = facts.model
-    rows = EXPERT_CHUNK_ROWS[facts.device] * c.num_experts // c.num_active_experts
-    pairs = min(num_tokens, max(LEAST_EXPERT_CHUNK, rows)) * c.num_active_experts
-    return pairs * (3 * c.hidden_size + 8 * c.intermediate_size) * max(facts.a, 4)
 
 
 # -- available memory ------------------------------------------------------------------------------
