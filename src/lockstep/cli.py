@@ -738,8 +738,7 @@ def _show_settings(options: argparse.Namespace, find: Callable[[str], T], cls: t
             f"{options.target} is a section of a recipe's settings: lockstep {options.verb} RECIPE "
             f"--help {options.target}."
         )
-    config = resolve(find(options.target), settings)
-    rows = list(describe(config))
+    rows = list(describe(resolve(find(options.target), settings)))
     known = [*sections, *(row[0] for row in rows)]
     for section in wanted:
         if not any(name == section or name.startswith(f"{section}.") for name in known):

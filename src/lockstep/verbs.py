@@ -50,8 +50,7 @@ def evaluate(run: RunPath, *, overrides: Sequence[str] = (), **settings: Any) ->
     >>> evaluate("runs/first@30", evaluation={"num_tasks": 512})      # doctest: +SKIP
     """
     path, step = split_address(run)
-    stored = from_dict(Config, load_run(path).config)
-    config = overlaid(stored, settings, overrides)
+    config = overlaid(from_dict(Config, load_run(path).config), settings, overrides)
     if not any(each.evaluation.num_tasks for each in config.tested.values()):
         raise ConfigError("evaluation.num_tasks=0 plays nothing: give evaluation.num_tasks=128.")
     config = replace(config, parallel=ParallelConfig())  # one process is enough to play

@@ -507,8 +507,7 @@ def export_checkpoint(run: Run, source: Path, directory: Path, *, is_merged: boo
 
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"{directory} exists and is not empty; --hf names a new directory.")
-    is_adapter = (source / peft_format.CONFIG).is_file()
-    if is_merged and not is_adapter:
+    if is_merged and not (source / peft_format.CONFIG).is_file():
         raise ConfigError(
             f"{run.path} trained the whole model: there is no adapter to merge. Leave --merged out."
         )

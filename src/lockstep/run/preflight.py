@@ -184,8 +184,7 @@ def _check_tasks(config: Config, model_files: ModelFiles, *, is_training: bool) 
         )
     firsts = config.task.first_tasks(split=splits[0], seed=config.seed)
     if not firsts:
-        kind = "training" if is_training else "held-out"
-        raise DataError(f"the task source has no {kind} task.")
+        raise DataError(f"the task source has no {'training' if is_training else 'held-out'} task.")
     held_out = config.task.tasks(split="eval", seed=config.seed).take(1)
     tested = [each for each in config.tested.values() if each.task == config.task]
     if not held_out and any(each.evaluation.num_tasks for each in tested):
@@ -247,8 +246,7 @@ def check_side_by_side(configs: Sequence[Config]) -> None:
         text = f"runs side by side need different names; these have {', '.join(names)}."
         raise ConfigError(f"{text} Set name= of each.")
     for config in configs:
-        changed = differences(to_dict(first), to_dict(config))
-        for path, (mine, theirs) in changed.items():
+        for path, (mine, theirs) in differences(to_dict(first), to_dict(config)).items():
             if path.split(".")[0] in SHARED:
                 raise ConfigError(
                     f"{first.name} and {config.name} would share one model and one engine, and "
@@ -321,8 +319,7 @@ def sized_engine(config: Config, model_files: ModelFiles, device: Device) -> Eng
         return engine
     found, limit = memory_plan(config, model_files, device=device), memory_limit(config, device)
     assert found is not None and limit is not None, "the decoder, on a GPU that was checked"
-    world = config.num_processes
-    num_here = max(1, math.ceil(engine.num_workers / world))
+    num_here = max(1, math.ceil(engine.num_workers / config.num_processes))
     room = found.cache_room(limit[0], takes_turns=engine.share_device) // num_here
     dtype = config.compute_dtype if engine.dtype == "same" else engine.dtype
     if isinstance(engine, VllmConfig):
@@ -362,8 +359,7 @@ def read_model_files(config: ModelChoice, *, files: Sequence[str] = HUB_FILES) -
     files: as for `preflight`.
     """
     directory = locate_model(config.model, files=files)
-    kind = FallbackConfig if config.fallback else ModelConfig
-    model = kind.from_directory(directory)
+    model = (FallbackConfig if config.fallback else ModelConfig).from_directory(directory)
     if isinstance(model, ModelConfig) and model.has_vision and config.vision == "refuse":
         raise ConfigError(
             f"model={config.model} reads images, but a run here reads text alone. vision=keep "

@@ -89,7 +89,6 @@ def prompt_size(
 ) -> int:
     """Tokens of a prompt; a lower bound if the prompt is far too long."""
     try:
-        write = partial(renderer.render, messages, tools)
-        return len(Call(max_tokens).run(write, is_beside=True))
+        return len(Call(max_tokens).run(partial(renderer.render, messages, tools), is_beside=True))
     except TextTooLargeError as error:
         return error.num_tokens

@@ -256,8 +256,7 @@ class TrainingRun:
 
     def engine_metrics(self) -> dict[str, float]:
         """`engine/...` since the last call, summed over the engines of all ranks."""
-        engine = self.parts.engine
-        found = engine.take_metrics()
+        found = self.parts.engine.take_metrics()
         total: Counter[str] = Counter()
         for of_rank in [found] if self.ranks is None else self.ranks.gather(found):
             total.update(of_rank)
@@ -412,8 +411,7 @@ class TrainingRun:
             ("metrics.jsonl", "rows", [step for step in steps if step not in rows]),
             ("trajectories", "episodes", [step for step in kept if step not in set(run.steps())]),
         ):
-            is_sampled = what == "episodes" and isinstance(keep, SampleConfig)
-            if lost and not is_sampled:
+            if lost and not (what == "episodes" and isinstance(keep, SampleConfig)):
                 self.warn(
                     f"{self.path / file} has lost the {what} of {len(lost)} step(s), the first of "
                     f"step {lost[0]}, before the checkpoint of step {self.step}. The run "
@@ -457,8 +455,8 @@ class TrainingRun:
         state = self.checkpoints.load(checkpoint, self.parts.trainer, critic=critic, seats=seats)
         self.step, self.elapsed_seconds = state["step"], state["elapsed_seconds"]
         self.tested_at, self.saved_at = state["tested_at"], self.step
-        row = state.get("row", {})  # older checkpoints lack it and the next entries
-        self.row = {name: decode_number(value) for name, value in row.items()}
+        # Older checkpoints lack the next entries.
+        self.row = {name: decode_number(value) for name, value in state.get("row", {}).items()}
         self.test_reward = decode_number(state.get("test_reward"))
         self.num_skipped_steps = state.get("num_skipped_steps", 0)
         self.buffer.restore(self.step, state["tasks"])
@@ -468,21 +466,17 @@ class TrainingRun:
 
     def header(self) -> RunHeader:
         """The lines and facts that are shown once, at the start."""
+        lines: tuple[str, ...] = ()
+        if self.view_kind == "verbose":
+            found, numerics = self.parts.engine.capabilities, self.parts.numerics
+            how: dict[str, Any] = {"has_support": found.has_support, "numerics": numerics}
+            sync = f"sync       {self.publisher.describe()}"
+            lines = (*internals(self.config, self.model_files, **how), sync)
         return RunHeader(
             num_steps=self.config.steps,
             architecture=self.model_files.model.family,
             is_one_process=self.is_one_process,
-            lines=()
-            if self.view_kind != "verbose"
-            else (
-                *internals(
-                    self.config,
-                    self.model_files,
-                    has_support=self.parts.engine.capabilities.has_support,
-                    numerics=self.parts.numerics,
-                ),
-                f"sync       {self.publisher.describe()}",
-            ),
+            lines=lines,
         )
 
     def finish(self) -> Outcome:
