@@ -166,9 +166,7 @@ class DecodeGraphs:
         if (size, rule) not in self._replays:
             self._replays[size, rule] = self._capture(partial(self._body, model, size, rule))
         self._replays[size, rule]()
-        if rule is None:
-            return None, self._hidden[: rows.num]
-        return self._draws_of(size), None
+        return (None, self._hidden[: rows.num]) if rule is None else (self._draws_of(size), None)
 
     def _make_tensors(self, model: Decoder) -> None:
         """Makes the tensors that the graphs read and write, other than weights and caches."""

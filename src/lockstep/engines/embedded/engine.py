@@ -362,8 +362,7 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         places = rows.places[: rows.num].copy()
         self._ahead = self._launch_ahead(draws, places)
         ids, logprobs = draws.wait()
-        every = np.arange(rows.num)
-        self._after_sampling(ids[places], logprobs[places], draws.support, every)
+        self._after_sampling(ids[places], logprobs[places], draws.support, np.arange(rows.num))
         for guess in self._guesses:
             self._keep_drawn(guess)
 
@@ -391,8 +390,7 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
                 if self._guesses and computed is not None:
                     parts += [computed[guess.place] for guess in self._guesses]
                 hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
-                logits = self._model.logits(hidden)
-                own, guessed = logits.tensor_split([rows.num - num_drawn])
+                own, guessed = self._model.logits(hidden).tensor_split([rows.num - num_drawn])
                 packed, support = rows.sample(own, self._model.ops, first=num_drawn)
                 if self._guesses:
                     draw(self._guesses, rows, guessed, self._model.ops)
@@ -458,21 +456,17 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
     def _predictors(
         self, chunks: Seq[PrefillChunk], hidden: torch.Tensor, *, num_rows: int
     ) -> torch.Tensor:
-        """Hidden states to draw tokens from: of rows, and of the last tokens of prompts, which
-        become rows."""
+        """Hidden states to draw tokens from: of rows, and of the last tokens of prompts. A request
+        whose prefill ends in this step becomes a row."""
         if len(hidden) == num_rows:
             return hidden
-        places = np.array([*range(num_rows), *self._finish_prefill(chunks)], np.int64)
-        return hidden[to_device(places, hidden.device)]
-
-    def _finish_prefill(self, chunks: Seq[PrefillChunk]) -> list[int]:
-        """Adds rows for requests whose prefill ends in this step; returns the places of their last
-        tokens."""
-        ended = [chunk for chunk in chunks if chunk.is_last and not chunk.sequence.scoring]
-        for chunk in ended:
-            self._scheduler.prefilling.remove(chunk.sequence)
-            self._rows.append(chunk.sequence)
-        return [chunk.place.stop - 1 for chunk in ended]
+        places = list(range(num_rows))
+        for chunk in chunks:
+            if chunk.is_last and not chunk.sequence.scoring:
+                self._scheduler.prefilling.remove(chunk.sequence)
+                self._rows.append(chunk.sequence)
+                places.append(chunk.place.stop - 1)
+        return hidden[to_device(np.array(places, np.int64), hidden.device)]
 
     def _score_chunks(self, chunks: Seq[PrefillChunk], hidden: torch.Tensor) -> list[Sequence]:
         """Computes log-probs of scored texts. Returns the requests whose hidden states are not
