@@ -61,8 +61,7 @@ class Entry:
     @property
     def sent_ids(self) -> Int32Array:
         """[T] int32: the tokens delivered."""
-        empty = np.empty(0, np.int32)
-        return np.concatenate([empty, *(delta.token_ids for delta in self.deltas)])
+        return np.concatenate([np.empty(0, np.int32), *(delta.token_ids for delta in self.deltas)])
 
     @property
     def version(self) -> int | None:

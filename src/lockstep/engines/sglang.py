@@ -239,8 +239,7 @@ class SGLangWire(HttpWire):
 
     async def resume(self, *, drop_cache: bool) -> None:
         if drop_cache:
-            path = f"/flush_cache?timeout={FLUSH_SECONDS:g}"
-            await self._client.post(path, is_json=False)
+            await self._client.post(f"/flush_cache?timeout={FLUSH_SECONDS:g}", is_json=False)
         await self._client.post("/continue_generation", {})
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:

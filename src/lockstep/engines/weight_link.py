@@ -27,6 +27,7 @@ side needs the memory of one bucket.
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import mmap
 import secrets
@@ -146,8 +147,7 @@ class WeightSender:
             self._way = "broadcast"
         self._set("way", self._way)
         if self._way == "broadcast" and self._group is None:
-            backend = self.invitation["backend"]
-            self._group = _group(self._store, 0, self._num_workers, backend)
+            self._group = _group(self._store, 0, self._num_workers, self.invitation["backend"])
 
     def _offer(
         self, number: int, bucket: Mapping[str, Any], has_failed: Callable[[], bool]
@@ -256,20 +256,15 @@ class WeightReceiver:
 
     def _opened(self, way: Way, place: Any) -> Tensor | None:
         """The trainer's buffer; None if it is broadcast, or not to be opened from here."""
-        try:
+        # Cards without access to each other, another container's memory.
+        with contextlib.suppress(RuntimeError, EngineError):
             if way == "file":
                 return _of_memory(mapped(place))
             if way == "cuda_ipc":
                 torch.cuda.set_device(self._device)
                 values = map(_from_text, place)
                 storage = torch.UntypedStorage._new_shared_cuda(self._device.index, *values)
-                empty = torch.empty(0, dtype=torch.uint8, device=self._device)
-                return empty.set_(storage)
-        except (
-            RuntimeError,
-            EngineError,
-        ):  # cards without access to each other, another container's memory
-            pass
+                return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
         return None
 
     def _wait(self, key: str) -> bytes:

@@ -376,8 +376,7 @@ class _Host:
     # -- questions that are not methods of the engine ---------------------------------------------
 
     async def _load_shared(self, outlines: list[Outline], address: Address, version: int) -> None:
-        tensors = tensors_in(mapped(address), outlines)
-        await self._engine.load_weights(tensors, version=version)
+        await self._engine.load_weights(tensors_in(mapped(address), outlines), version=version)
 
     async def _close(self) -> None:
         await self._engine.close()

@@ -42,9 +42,8 @@ class Ranks:
         self.rank, self.world, self.device = place.rank, place.world, device
         self._store = store
         self._is_stop_asked = False
-        starts = range(0, self.world, sequence)
         # Every rank makes every group, in one order.
-        pairs = [_group(range(at, at + sequence)) for at in starts]
+        pairs = [_group(range(at, at + sequence)) for at in range(0, self.world, sequence)]
         across = [_group(range(at, self.world, sequence)) for at in range(sequence)]
         self.sequence_group: dist.ProcessGroup | None = None
         """Ranks that share this rank's micro-batches; None if it has them alone."""

@@ -244,8 +244,7 @@ class Host:
         """(id of the machine, its address, a free port)."""
         import ray
 
-        found = ray.get_runtime_context().get_node_id()
-        return found, ray.util.get_node_ip_address(), free_port()
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), free_port()
 
     def run(self, payload: bytes, environment: Mapping[str, str]) -> Iterator[Sequence[Event]]:
         """Starts the process, and yields its events until it has ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import threading
@@ -34,12 +35,9 @@ class SharedFile:
 def mapped(address: Address) -> mmap.mmap:
     """The memory of another process's file. Raises EngineError if that process has let it go."""
     path, inode = address
-    try:
-        with open(path, "r+b", buffering=0) as file:
-            if os.fstat(file.fileno()).st_ino == inode:
-                return mmap.mmap(file.fileno(), 0)
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), open(path, "r+b", buffering=0) as file:
+        if os.fstat(file.fileno()).st_ino == inode:
+            return mmap.mmap(file.fileno(), 0)
     raise EngineError("the weights are gone: the trainer has given this load up.")
 
 

@@ -60,16 +60,15 @@ class WeightsDirectory:
             "or set sync.directory to another file system that the engine sees."
         )
 
-    def keep_only(self, newest: Path) -> None:
-        """Removes every version except this one, which the engine has loaded."""
+    def keep_only(self, newest: Path | None) -> None:
+        """Removes every version except this one, which the engine has loaded; None: all."""
         for old in self._versions():
             if old != newest:
                 shutil.rmtree(old, ignore_errors=True)
 
     def close(self) -> None:
         """Removes all remaining versions."""
-        for old in self._versions():
-            shutil.rmtree(old, ignore_errors=True)
+        self.keep_only(None)
         with contextlib.suppress(OSError):  # not made, or with files of somebody else
             self.path.rmdir()
 

@@ -123,6 +123,4 @@ def _typical(*changes: LogProbs) -> npt.NDArray[np.bool_]:
 
 
 def _correlation(x: LogProbs, y: LogProbs) -> float:
-    if not (x.std() and y.std()):
-        return math.nan
-    return float(np.corrcoef(x, y)[0, 1])
+    return float(np.corrcoef(x, y)[0, 1]) if x.std() and y.std() else math.nan

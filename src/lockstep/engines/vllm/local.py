@@ -295,8 +295,7 @@ def _import_vllm(config: VllmConfig, *, is_ours: bool) -> Any:
     """vLLM's module, in an environment for an engine of this process. Variables that the user has
     set are kept. Raises MissingExtraError."""
     variables = plugin.environment_of("in_process")
-    given = dict(value.split("=", 1) for value in config.env)
-    os.environ |= variables | os.environ | given
+    os.environ |= variables | os.environ | dict(value.split("=", 1) for value in config.env)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = variables["VLLM_ENABLE_V1_MULTIPROCESSING"]
     try:
         import vllm

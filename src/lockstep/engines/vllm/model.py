@@ -123,8 +123,7 @@ class LockstepForCausalLM(nn.Module):
         """
         if isinstance(weights, (str, Path)) and is_adapter(weights):
             if self.decoder.lora is None:
-                shape = read_shape(weights, self.decoder.config)
-                add_adapter(self.decoder, shape, seed=0)
+                add_adapter(self.decoder, read_shape(weights, self.decoder.config), seed=0)
                 self.decoder.requires_grad_(False)
             load_adapter(self.decoder, weights)
         elif self.decoder.lora is not None:

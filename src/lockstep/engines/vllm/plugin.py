@@ -149,8 +149,7 @@ def runs_decoder(config: VllmConfig, context: EngineContext) -> bool:
     Raises CapabilityError if the user asks for it and it lacks the model's architecture, and
     CheckpointError for a config that it cannot read, such as quantised weights.
     """
-    path = context.directory / "config.json"
-    architecture = read_json(path, CheckpointError).get("model_type")
+    architecture = read_json(context.directory / "config.json", CheckpointError).get("model_type")
     is_known = architecture in FAMILIES and architecture not in OTHER_CACHES
     if config.decoder == "lockstep" and not is_known:
         known = ", ".join(sorted(FAMILIES.keys() - OTHER_CACHES))

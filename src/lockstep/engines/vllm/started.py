@@ -190,8 +190,7 @@ class VllmServer:
             own["CUDA_VISIBLE_DEVICES"] = gpus[0]
         if config.max_adapter_rank:
             own["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        wanted = dict(value.split("=", 1) for value in config.env)
-        return inherited | own | wanted
+        return inherited | own | dict(value.split("=", 1) for value in config.env)
 
 
 def _folder_of_package(place: Path) -> Path:

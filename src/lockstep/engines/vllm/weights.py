@@ -57,8 +57,7 @@ def why_not_in_place(model: nn.Module, vllm_config: Any) -> str:
         return f"a model of type {kind}; known are {', '.join(FAMILIES)}"
     if vllm_config.lora_config is not None:
         return "an engine with adapters wraps its layers: publish the adapter instead"
-    parallel = vllm_config.parallel_config
-    if parallel.enable_eplb:
+    if vllm_config.parallel_config.enable_eplb:
         return "experts that vLLM moves between devices (enable_eplb)"
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
@@ -136,8 +135,7 @@ def update_weights(
             f"({shown}). The engine's weights are half new, and it must be started again."
         )
     config = vllm_config.model_config
-    device = torch.device(vllm_config.device_config.device)
-    process_weights_after_loading(model, config, device)
+    process_weights_after_loading(model, config, torch.device(vllm_config.device_config.device))
     # Points attention to the new sinks: its own reference may be a copy made by a cast.
     for module in model.modules():
         sinks = getattr(module, "sinks", None)

@@ -49,8 +49,7 @@ class LockstepWorker:
     def lockstep_load_directory(self, directory: str) -> None:
         """Loads the weights of a checkpoint. The caller pauses before, and drops caches
         afterwards."""
-        model = self.model_runner.get_model()
-        update_weights(model, self.vllm_config, directory)
+        update_weights(self.model_runner.get_model(), self.vllm_config, directory)
 
     def lockstep_load_link(self, invitation: Mapping[str, Any], load: Mapping[str, Any]) -> None:
         """Loads the tensors that a trainer sends meanwhile, over a link that stays for the next
