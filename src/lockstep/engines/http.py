@@ -67,13 +67,14 @@ class HttpClient:
         max_connections: int = 0,
     ) -> None:
         self.url, self.name, self.request_seconds = url, name, request_seconds
-        self._how_started, self._limit = how_started, max_connections or sys.maxsize
+        self._limit = max_connections or sys.maxsize
+        advice = f" Is the server up? It is started with: {how_started}"
+        self._advice = advice if how_started else ""
         self._slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
         self._slots = WeakKeyDictionary()
         self._headers: dict[str, str] = {}
         if api_key_env:
-            key = os.environ.get(api_key_env)
-            if not key:
+            if not (key := os.environ.get(api_key_env)):
                 raise ConfigError(
                     f"the environment variable {api_key_env} is not set, or empty. Set it to the "
                     f"key of the server {url}."
@@ -155,7 +156,7 @@ class HttpClient:
                 yield answer
         except (aiohttp.ConnectionTimeoutError, aiohttp.ClientConnectorError) as error:
             raise ServerUnreachableError(
-                f"{where}: not reachable ({_reason(error)}).{self._advice()}"
+                f"{where}: not reachable ({_reason(error)}).{self._advice}"
             ) from error
         except TimeoutError as error:  # of sock_read
             raise ServerSilentError(
@@ -221,7 +222,7 @@ class HttpClient:
                 reported_at += REPORT_SECONDS
                 on_wait(f"waiting for engine {self.name} at {self.url} ({waited:.0f} s)")
             if waited + WAIT_SECONDS > start_seconds:
-                advice = "" if self._advice() in str(found) else self._advice()
+                advice = "" if self._advice in str(found) else self._advice
                 raise ServerUnreachableError(
                     f"engine {self.name} at {self.url}: no answer to {path} within {waited:.0f} s "
                     f"(engine.start_seconds={start_seconds:g}). The last attempt: {found}{advice}"
@@ -230,11 +231,6 @@ class HttpClient:
 
     def _where(self, method: str, path: str) -> str:
         return f"engine {self.name}: {method} {self.url}{path}"
-
-    def _advice(self) -> str:
-        if not self._how_started:
-            return ""
-        return f" Is the server up? It is started with: {self._how_started}"
 
 
 def _parsed(where: str, content: bytes) -> Any:
