@@ -184,8 +184,7 @@ class Ranks:
     def explain(self, error: Exception, why_lost: str) -> str:
         """The reason, in words, of an error that `is_lost`. why_lost: how a process that this one
         started has ended; "" if none has."""
-        stopped = self._stopped()
-        if stopped:
+        if stopped := self._stopped():
             return "; ".join(f"rank {rank} has stopped: {why}" for rank, why in stopped.items())
         if why_lost:
             return f"{why_lost} Everything up to the last checkpoint is kept."
@@ -213,13 +212,12 @@ class Ranks:
 
     def leave(self, error: BaseException | None = None) -> None:
         """Leaves the other ranks: in order, or at once with an error of this rank."""
-        if error is not None:
-            if not self.is_lost(error):
-                why = f"{type(error).__name__}: {error}".rstrip(": ")
-                with contextlib.suppress(RuntimeError):
-                    self._store.set(_STOPPED.format(self.rank), why)
-        else:
+        if error is None:
             dist.barrier()
+        elif not self.is_lost(error):
+            why = f"{type(error).__name__}: {error}".rstrip(": ")
+            with contextlib.suppress(RuntimeError):
+                self._store.set(_STOPPED.format(self.rank), why)
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
 
