@@ -70,8 +70,7 @@ def write_report(
 
     out: None is RUN/report.html for one run, and report.html here for several.
     """
-    found = [load_run(path) for path in runs]
-    if not found:
+    if not (found := [load_run(path) for path in runs]):
         raise ConfigError("a report needs a run at least: write_report('runs/first').")
     place = found[0].path if len(found) == 1 else Path()
     path = Path(out or place / "report.html")

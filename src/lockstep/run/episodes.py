@@ -101,11 +101,10 @@ class Tester:
     """The processes that share the tasks."""
     slots: EpisodeSlots | None = None
     """Limit that is shared with the episodes sampled for training."""
-    arms: dict[str, tuple[Config, list[Task]]] = field(init=False)
+    arms: dict[str, tuple[Config, list[Task]]] = field(default_factory=dict, init=False)
     """Name -> the settings of an arm, and its tasks."""
 
     def __post_init__(self) -> None:
-        self.arms = {}
         for name, config in self.config.tested.items():
             tasks = self.arms["sampled"][1] if name == "greedy" else None
             if tasks is None:

@@ -297,12 +297,10 @@ def check_memory(config: ModelChoice, model_files: ModelFiles, device: Device) -
     model, plan = model_files.model, memory_plan(config, model_files, device=device)
     if plan is None or isinstance(model, FallbackConfig):
         return
-    limit = memory_limit(config, device)
-    if limit is not None:
+    if (limit := memory_limit(config, device)) is not None:
         ways = partial(ways_to_fit, config, model, model_files.directory, device, limit[0])
         plan.check(*limit, ways=ways)
-    host = host_memory(config)
-    if plan.host_parts and host is not None:
+    if plan.host_parts and (host := host_memory(config)) is not None:
         plan.check(*host, is_host=True)
 
 

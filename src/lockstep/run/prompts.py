@@ -41,8 +41,7 @@ class FirstPrompts:
         if all are."""
         config = self._config
         listed = config.task.tasks(split=split, seed=config.seed).listed()
-        too_long = [task for task in listed if not self.fits(task)]
-        if not too_long:
+        if not (too_long := [task for task in listed if not self.fits(task)]):
             return ""
         text = f"{len(too_long):,} of {len(listed):,} {split} tasks"
         if len(too_long) == len(listed):

@@ -123,8 +123,7 @@ async def one_step(run: TrainingRun) -> dict[str, Any] | None:
     seed_globals(run.config.seed, "step", step)
     torch.manual_seed(derive_seed(run.config.seed, "torch", step))
     batch = await run.buffer.take(step, partial(sample, run))
-    groups = [part for group in batch.groups for part in group.by_seat()]
-    if not groups:
+    if not (groups := [part for group in batch.groups for part in group.by_seat()]):
         return None
     sampled, played = time.perf_counter(), [*groups, *batch.replaced]
     with kept_on_error(run, played) as sampled_rows:
@@ -398,12 +397,10 @@ async def _close(config: Config, parts: Parts, gateway: RunGateway) -> None:
         await policy.engine.close()
         if policy.publisher is not None:
             policy.publisher.close()
-    if parts.shared_engine is not None:
-        await parts.shared_engine.close()
-    if parts.teachers is not None:
-        await parts.teachers.close()
-    for seat in parts.seats.values():
-        await seat.engine.close()
+    engines = [seat.engine for seat in parts.seats.values()]
+    for each in (parts.shared_engine, parts.teachers, *engines):
+        if each is not None:
+            await each.close()
 
 
 # -- several runs over one base model --------------------------------------------------------------
