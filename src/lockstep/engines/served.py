@@ -315,8 +315,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
     async def drop_adapter(self, name: str) -> None:
         """See `Engine.drop_adapter`."""
         async with self._changing():
-            adapter = self._adapters.pop(name, None)
-            if adapter is None:
+            if (adapter := self._adapters.pop(name, None)) is None:
                 raise no_adapter("drop_adapter", name, self._adapters)
             text = f"the adapter {name!r} was dropped while the request was in flight."
             for reply in self._replies_of(name):

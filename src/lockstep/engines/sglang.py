@@ -217,8 +217,7 @@ class SGLangWire(HttpWire):
         return rows[:, list(model.routed_layers)].astype(np.int16)
 
     async def score(self, request: Request, *, first: int) -> AnswerChunk:
-        settings = {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
-        body = self._body(request, settings)
+        body = self._body(request, {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True})
         # The first entry belongs to the id at this index and has no log-prob.
         body["logprob_start_len"] = first - 1
         answer = await self._client.post("/generate", body)

@@ -74,8 +74,7 @@ class Probe:
 
     def _values(self, found: Sequence[Scores], replica: str, version: int) -> LogProbs:
         name = f"{self.engine.capabilities.name}{f' ({replica})' * bool(replica)}"
-        others = {scores.policy_version for scores in found} - {version}
-        if others:
+        if others := {scores.policy_version for scores in found} - {version}:
             raise EngineError(
                 f"sync: version {version} was loaded, and engine {name} scores under version "
                 f"{', '.join(map(str, sorted(others)))}: it has not taken the load. Look at its "

@@ -328,9 +328,8 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
 
     def _drive(self) -> None:
         """Starts the task that runs steps, unless it runs or there is nothing to do."""
-        if not (self._may_sample and self._scheduler.has_work):
-            return
-        self._driver = running(self._driver, self._run)
+        if self._may_sample and self._scheduler.has_work:
+            self._driver = running(self._driver, self._run)
 
     async def _run(self) -> None:
         while self._scheduler.has_work and self._may_sample:

@@ -133,8 +133,7 @@ class Scheduler:
         needy = self.rows.full_rows()
         for sequence in sorted(needy, key=lambda s: s.rank):
             while sequence.row >= 0:
-                page = self.cache.grow(sequence.held)
-                if page is not None:
+                if (page := self.cache.grow(sequence.held)) is not None:
                     self.rows.add_page(sequence.row, page)
                     break
                 self.preempt(self._last_in_order())

@@ -204,9 +204,8 @@ class LocalWire(Wire):
 
     def _drive(self) -> None:
         """Starts the task that runs steps, unless it runs or there is nothing to do."""
-        if self._is_paused or not self._engine.has_unfinished_requests():
-            return
-        self._driver = running(self._driver, self._run)
+        if not self._is_paused and self._engine.has_unfinished_requests():
+            self._driver = running(self._driver, self._run)
 
     async def _run(self) -> None:
         while not self._is_paused and self._engine.has_unfinished_requests():
@@ -220,8 +219,7 @@ class LocalWire(Wire):
                 for call in self._calls.values():
                     call.put(failure)
                 return
-            turns = TURNS_AFTER_REPLY if self._num_ended() > num_before else 1
-            for _ in range(turns):
+            for _ in range(TURNS_AFTER_REPLY if self._num_ended() > num_before else 1):
                 await asyncio.sleep(0)
 
     def _num_ended(self) -> int:

@@ -60,8 +60,7 @@ def why_not_in_place(model: nn.Module, vllm_config: Any) -> str:
     if vllm_config.parallel_config.enable_eplb:
         return "experts that vLLM moves between devices (enable_eplb)"
     for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if method is None:
+        if (method := getattr(module, "quant_method", None)) is None:
             continue
         if not isinstance(method, PLAIN_LAYERS):
             return f"{name} is computed by {type(method).__name__}: quantised?"
@@ -168,8 +167,7 @@ def _unpack(model: nn.Module, dtype: torch.dtype) -> None:
     take values that a fresh bfloat16 engine rounds.
     """
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if method is None:
+        if (method := getattr(module, "quant_method", None)) is None:
             continue
         if (bias := module._parameters.get("bias")) is not None:
             bias.data = bias.data.to(dtype)
