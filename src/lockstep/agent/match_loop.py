@@ -200,8 +200,7 @@ class _RunningMatch:
         messages = checked_messages(messages)
         if not isinstance(player, int):
             raise RolloutError(f"player={shortened(player)} of seat {seat}: expected a number")
-        found = self.players.get((seat, player))
-        if found is None:
+        if (found := self.players.get((seat, player))) is None:
             if seat not in self.seats:
                 raise RolloutError(f"no seat {seat!r}; the seats are {', '.join(self.seats)}")
             found = self.players[seat, player] = _Player(self, seat, player)

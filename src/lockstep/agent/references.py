@@ -69,8 +69,7 @@ def find(reference: str, *, setting: str) -> Any:
     if not colon or not place or not name:
         raise ConfigError(f"{where}: expected FILE.py:NAME or PACKAGE.MODULE:NAME.")
     module = imported(place, where=where)
-    found = _attribute(module, name)
-    if found is None:
+    if (found := _attribute(module, name)) is None:
         public = [known for known in vars(module) if not known.startswith("_")]
         raise ConfigError(f"{where}: {place} has no {name!r}.{did_you_mean(name, public)}")
     return found

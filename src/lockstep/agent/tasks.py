@@ -368,8 +368,7 @@ class DifficultySource(TaskSource):
         groups with a signal."""
 
     def __next__(self) -> Task:
-        found = self.take(1)
-        if not found:
+        if not (found := self.take(1)):
             raise StopIteration
         return found[0]
 

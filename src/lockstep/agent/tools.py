@@ -340,8 +340,7 @@ class ToolRunner:
     async def call(self, call: ToolCall, *, seed: int | None = None) -> tuple[ToolOutput, Outcome]:
         """Runs one call. Returns what the model reads before it is cut, and the result. seed: of
         `guarded`."""
-        entry = self.tools.get(call.name)
-        if entry is None:
+        if (entry := self.tools.get(call.name)) is None:
             known = ", ".join(self.tools) or "there are none"
             text = f"error: unknown tool {call.name!r}; tools: {known}"
             return ToolOutput(text=text), "unknown"

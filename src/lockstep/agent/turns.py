@@ -292,8 +292,7 @@ class TurnSampler:
             ) from error
         finally:
             timer.cancel()
-            close = getattr(deltas, "aclose", None)
-            if close is not None:
+            if (close := getattr(deltas, "aclose", None)) is not None:
                 await close()
         if last is None or last.finish_reason is None or last.finish_reason == "weight_update":
             raise EngineError(f"request {request.id}: the reply ended without a finish reason.")

@@ -225,8 +225,7 @@ class Listener:
             text = f"the body must be {content_type}, found {request.content_type}."
             raise Refusal(415, "not_json" if "json" in content_type else "wrong_type", text)
         encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
-        decode = self._decoders.get(encoding)
-        if decode is None:
+        if (decode := self._decoders.get(encoding)) is None:
             text = f"Content-Encoding {encoding[:40]!r} is not known; expected one of "
             raise Refusal(415, "unknown_encoding", f"{text}{', '.join(self._decoders)}.")
         raw, is_whole = await self._receive(request)

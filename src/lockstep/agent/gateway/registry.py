@@ -65,8 +65,7 @@ class SessionRegistry:
         return session
 
     def get(self, session_id: str) -> GatewaySession:
-        found = self._sessions.get(session_id)
-        if found is None:
+        if (found := self._sessions.get(session_id)) is None:
             text = f"there is no session {session_id!r}: it was never made here, or it was removed."
             raise Refusal(404, "unknown_session", text)
         return found
@@ -116,8 +115,7 @@ class SessionRegistry:
             text = "nothing hands out episodes here. Make a session, or start a run (task=connect)"
             raise Refusal(409, "nothing_to_claim", text)
         while True:
-            offer = await self._offers.get()
-            if offer is None:
+            if (offer := await self._offers.get()) is None:
                 self._offers.put_nowait(None)  # for the next one
                 raise Refusal(410, "run_over", "the run is over: there is nothing more to claim.")
             if not offer.is_over and not offer.session.is_finished:

@@ -87,8 +87,7 @@ class BubblewrapConfig(_ProcessConfig):
 
 def require_bwrap(command: str) -> str:
     """The path of `command`. Raises ConfigError if it is missing or cannot work here."""
-    found = shutil.which(command)
-    if found is None:
+    if (found := shutil.which(command)) is None:
         raise ConfigError(
             f"sandbox.command={command!r} is not found. Install bubblewrap (`apt install "
             "bubblewrap`, `dnf install bubblewrap`), give its path, or use sandbox=monty."

@@ -68,8 +68,7 @@ class ContainerConfig(_ProcessConfig):
 
 def require_image(command: str, image: str) -> None:
     """Raises ConfigError if `command` is missing, its server is down, or it lacks `image`."""
-    found = shutil.which(command)
-    if found is None:
+    if (found := shutil.which(command)) is None:
         text = f"sandbox.command={command!r} is not found. Install docker or podman"
         raise ConfigError(f"{text}, or give its path.")
     asked = f"`{command} image inspect {image}`"
