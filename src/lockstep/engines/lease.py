@@ -78,8 +78,7 @@ class Lease:
         there is no label: the server was restarted with its first weights."""
         if self.held is None or found == self.label(self.held):
             return
-        holder = _holder(found)
-        if holder is None:
+        if (holder := _holder(found)) is None:
             raise EngineDownError(
                 f"engine at {self.server} has the label {found!r} in place of version {self.held}: "
                 "it was started again, or its weights were loaded by something else"

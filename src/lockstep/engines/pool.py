@@ -551,11 +551,8 @@ class Pool(LedgerEngine[_PoolEntry]):
         if not replica.streams or quiet < limit / 2:
             return
         if quiet >= limit:
-            self._lose(
-                replica,
-                f"frozen: {len(replica.streams)} requests in it, and nothing came for {limit:g} s",
-                is_frozen=True,
-            )
+            found = f"{len(replica.streams)} requests in it, and nothing came for {limit:g} s"
+            self._lose(replica, f"frozen: {found}", is_frozen=True)
         else:
             replica.probe = running(replica.probe, partial(self._answers, replica))
 

@@ -496,11 +496,8 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
         path = [*reply.token_ids, *ids.tolist()]
         for index in range(max(0, at - 1), len(path) - 1):
             if path[index] in reply.request.sampling.stop_ids:
-                raise self._fault(
-                    where,
-                    f"went on after the stop id {path[index]} (token {index}): it does not honour "
-                    "stop ids",
-                )
+                text = f"went on after the stop id {path[index]} (token {index})"
+                raise self._fault(where, f"{text}: it does not honour stop ids")
         if reply.support is not None:
             if chunk.support is None or len(chunk.support) != len(ids):
                 num = "none" if chunk.support is None else len(chunk.support)
@@ -555,11 +552,8 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
             return  # nothing was read for a token
         if routes is None or len(routes) != num_wanted:
             found = "none" if routes is None else f"routes of {len(routes)}"
-            raise self._fault(
-                reply.where,
-                f"sent {found}; expected the experts of the {num_wanted} positions "
-                f"from {reply.num_routed} on",
-            )
+            wanted = f"the experts of the {num_wanted} positions from {reply.num_routed} on"
+            raise self._fault(reply.where, f"sent {found}; expected {wanted}")
         reply.routes.append(routes)
         reply.num_routed = stop
 

@@ -576,14 +576,11 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
     ) -> None:
         rows, row = self._rows, sequence.row
         at = int(rows.counts[row]) - 1
-        if not np.isfinite(rows.logprobs[row, at]):
-            self._fail_unfinite(
-                sequence,
-                f"sampled token {at} (id {int(rows.sampled_ids[row, at])}) has the log-prob "
-                f"{float(rows.logprobs[row, at])}",
-            )
+        last, logprob = int(rows.sampled_ids[row, at]), float(rows.logprobs[row, at])
+        if not np.isfinite(logprob):
+            found = f"sampled token {at} (id {last}) has the log-prob {logprob}"
+            self._fail_unfinite(sequence, found)
             return
-        last = int(rows.sampled_ids[row, at])
         if stop is None and last in sequence.request.sampling.stop_ids:
             reason, stop = "stop", last
         self._end(sequence, reason, stop)

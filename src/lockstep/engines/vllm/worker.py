@@ -58,5 +58,4 @@ class LockstepWorker:
         if receiver is None or receiver.name != invitation["name"]:
             receiver = WeightReceiver(rank=self.rank, device=self.device, **invitation)
             self.lockstep_receiver = receiver
-        tensors = receiver.tensors(**load)
-        update_weights(self.model_runner.get_model(), self.vllm_config, tensors)
+        update_weights(self.model_runner.get_model(), self.vllm_config, receiver.tensors(**load))
