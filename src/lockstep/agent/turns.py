@@ -359,8 +359,7 @@ def fork_without_thinking(
         if kept != whole and at + 1 < len(path) and whole[-1] not in renderer.stop_ids:
             parts[at + 1] = renderer.extend(kept, path[at + 1].messages)
         parts[at] = kept
-    changed = [at for at, run in enumerate(path) if parts[at] != run.ids.tolist()]
-    if not changed:
+    if not (changed := [at for at, run in enumerate(path) if parts[at] != run.ids.tolist()]):
         return None
     first = min(changed[0], len(runs))  # everything that is not recorded yet
     begin = leaf if first == len(runs) else trajectory.segments[runs[first][0]].parent

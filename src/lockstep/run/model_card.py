@@ -150,8 +150,7 @@ def _figures_text(
 
 def _exactness(rows: Sequence[Mapping[str, Any]]) -> str:
     texts = _TEXTS["exactness"]
-    compared = [row for row in rows if row.get("mismatch/compared_tokens", 0) > 0]
-    if not compared:
+    if not (compared := [row for row in rows if row.get("mismatch/compared_tokens", 0) > 0]):
         return texts["none"]
     unequal = sum(int(row["mismatch/unequal_tokens"]) for row in compared)
     worst = max(row["mismatch/k3"] for row in compared)

@@ -188,8 +188,7 @@ class GatewayServer:
     def _session(self, request: web.Request) -> GatewaySession:
         """Returns the session that a request is for. Raises Refusal (401, 403, 404)."""
         named = request.match_info.get("session") or request.headers.get("x-lockstep-session", "")
-        owner = self._key_owner(request)
-        if owner is None:
+        if (owner := self._key_owner(request)) is None:
             return self.sessions.get(named) if named else self._shared_session()
         if named and named != owner.id:
             text = f"this key is of another session than {named[:80]!r}."

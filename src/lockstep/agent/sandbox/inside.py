@@ -113,8 +113,7 @@ def run(code, space, printed):
 def main():
     order = json.loads(sys.argv[1])
     requests, reports = os.fdopen(os.dup(0), "rb"), os.dup(1)
-    null = os.open("/dev/null", os.O_RDWR)
-    os.dup2(null, 0)
+    os.dup2(os.open("/dev/null", os.O_RDWR), 0)
     os.dup2(2, 1)
     printed = Printed(order["output_bytes"])
     sys.stdout = sys.stderr = io.TextIOWrapper(
