@@ -46,10 +46,12 @@ class AdapterEngine(Engine):
         return self._engine.generate(named)
 
     async def score(self, token_ids: Int32Array, **how: Any) -> Scores:
-        return await self._engine.score(token_ids, **how | {"adapter": self._name})
+        how["adapter"] = self._name
+        return await self._engine.score(token_ids, **how)
 
     async def score_by_each(self, token_ids: Int32Array, **how: Any) -> Mapping[str, Scores]:
-        return await self._engine.score_by_each(token_ids, **how | {"adapter": self._name})
+        how["adapter"] = self._name
+        return await self._engine.score_by_each(token_ids, **how)
 
     async def abort(self, request_id: str) -> None:
         await self._engine.abort(f"{self._name}/{request_id}")
