@@ -256,7 +256,7 @@ class WeightReceiver:
 
     def _opened(self, way: Way, place: Any) -> Tensor | None:
         """The trainer's buffer; None if it is broadcast, or not to be opened from here."""
-        # Cards without access to each other, another container's memory.
+        # Fails between cards without access to each other, and for another container's memory.
         with contextlib.suppress(RuntimeError, EngineError):
             if way == "file":
                 return _of_memory(mapped(place))

@@ -121,7 +121,7 @@ class History:
     batches: list[tuple[Message, ...]]
     """One more than replies."""
     replies: list[Message]
-    """Those that the agent repeats."""
+    """Replies that the agent repeats."""
     batch_keys: list[Key]
     """The first is with the tools."""
     reply_keys: list[Key]
