@@ -25,17 +25,17 @@ CEILINGS = {
     "tinker": 3_772,
     "run": 4_905,
     "renderers": 3_301,
-    "models and ops": 8_724,
-    "engines, sync, launch": 9_150,
-    "agent": 6_826,
+    "models and ops": 8_720,
+    "engines, sync, launch": 9_078,
+    "agent": 6_792,
     "learn: training, correction, objectives": 5_057,
     "doctor": 7_655,
     "integrations": 1_241,
     "store, observe, report": 2_782,
     "environments and recipes": 3_682,
     "testing": 1_523,
-    "tests": 59_904,
-    "proofs and benchmarks": 8_979,
+    "tests": 59_917,
+    "proofs and benchmarks": 8_980,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling
 follows."""

@@ -87,7 +87,7 @@ def test_kernels_keep_to_registers_and_to_the_chips_shared_memory(case):
 
 
 def test_products_are_chains_of_one_kind_of_instruction(case):
-    """What `cuda_kernels.Tile` promises: instructions of the same rows and depth."""
+    """What `cuda_kernels.GemmTile` promises: instructions of the same rows and depth."""
     _, chip, dtype, found = case
     shapes = found["kernels"]["_gemm_kernel"]["instructions"]
     if dtype == "float32":

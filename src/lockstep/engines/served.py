@@ -584,7 +584,8 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
 
     def _fault(self, where: str, text: str) -> EngineError:
         """The error for an answer that breaks the protocol."""
-        return EngineError(f"{where}: engine {self.capabilities.name} {text}.")
+        end = "" if text.endswith("?") else "."
+        return EngineError(f"{where}: engine {self.capabilities.name} {text}{end}")
 
     # -- the gate -----------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any, Literal
 
 import torch
@@ -24,7 +24,8 @@ from lockstep.models.attention_config import YarnScaling
 from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.fallback import FallbackModel
-from lockstep.models.lora import patched
+from lockstep.models.lora import patched, place_of
+from lockstep.models.lora_config import lora_sites
 from lockstep.models.quantised import SCHEMES, Scheme
 from lockstep.ops.base import Ops
 
@@ -297,6 +298,7 @@ class RoundingOps(Ops):
     """Ops whose linear maps by the chosen weights round their inputs."""
 
     def __init__(self, scheme: Scheme, chosen: set[int]) -> None:
+        super().__init__()
         self._scheme, self._chosen = scheme, chosen
 
     def _inputs(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -317,19 +319,13 @@ def linear_maps(model: Any) -> list[list[Slice]]:
 
 def _decoder_maps(model: Decoder) -> list[list[Slice]]:
     out: list[list[Slice]] = []
-    layers: Any = model.layers
-    for block in layers:
-        c = block.attention
-        sizes = [n * c.head_dim for n in (c.num_heads, c.num_kv_heads, c.num_kv_heads)]
-        rows = [slice(stop - n, stop) for n, stop in zip(sizes, accumulate(sizes), strict=True)]
-        out.append([Slice(weight=c.qkv_proj.weight, rows=part) for part in rows])
-        out.append([Slice(weight=c.o_proj.weight)])
-        for name in ("gate_up_proj", "down_proj"):
-            map_: Any = getattr(block.mlp, name)
-            weight: Any = map_ if isinstance(map_, nn.Parameter) else map_.weight
-            half = weight.shape[-2] // 2
-            rows = [slice(0, half), slice(half, None)] if name == "gate_up_proj" else [slice(None)]
-            out.append([Slice(weight=weight, rows=part) for part in rows])
+    for projection, group in groupby(lora_sites(model.config), lambda site: site.projection):
+        weight: Any = place_of(model, projection)[2]
+        sizes = [site.outputs for site in group]
+        if weight.dim() == 3 and projection.endswith("gate_up_proj"):
+            sizes = [sizes[0] // 2] * 2
+        rows = [slice(end - n, end) for n, end in zip(sizes, accumulate(sizes), strict=True)]
+        out.append([Slice(weight=weight, rows=part) for part in rows])
     return out
 
 

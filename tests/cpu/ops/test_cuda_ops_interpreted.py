@@ -417,7 +417,7 @@ def test_blocks_of_the_copy_engine_have_the_bits_of_those_that_threads_read(monk
     x, weight = rand(200, 72), rand(3, 40, 72, seed=1)  # no multiple of any side of a tile
     counts = [130, 0, 70]
     dense, by_expert = OPS.linear(x, weight[0]), OPS.expert_linear(x, weight, None, counts)
-    monkeypatch.setattr(cuda.kernels, "FLOAT32_TILE", cuda.kernels.Tile(128, 32, 32, 4, 2))
+    monkeypatch.setattr(cuda.kernels, "FLOAT32_TILE", cuda.kernels.GemmTile(128, 32, 32, 4, 2))
     blocks = []
     made = cuda.kernels._blocks_of
     monkeypatch.setattr(

@@ -251,7 +251,7 @@ def _items(answered: Answered) -> list[dict[str, Any]]:
         if item["type"] == "function_call":
             item["status"] = "completed"
             if item["name"] in custom:
-                name = item["id"].replace("fc_", "ctc_")
+                name = item["id"].replace("fc_", "ctc_", 1)
                 item |= {"id": name, "type": "custom_tool_call"}
                 item["input"] = _free_text(item.pop("arguments"))
             continue
