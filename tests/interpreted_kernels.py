@@ -1,14 +1,27 @@
-"""Matrix products of Triton's interpreter in one order on every machine: to be imported with
-TRITON_INTERPRET=1.
+"""The CUDA backend in Triton's interpreter, for machines without a GPU; skips elsewhere. Its matrix
+products are in one order on every machine.
 
-Its own are numpy's, and so the BLAS's: their order depends on the processor and on the shape of the
-tile, and bfloat16 is multiplied as integers. Here each output is one sum over k, one after the
+Triton's own are numpy's, and so the BLAS's: their order depends on the processor and on the tile's
+shape, and bfloat16 is multiplied as integers. Here each output is one sum over k, one after the
 other, in the dtype of the accumulator, as of a chain of one instruction.
 """
 
+import importlib.util
+
 import numpy as np
-import triton.language as tl
-from triton.runtime import interpreter
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("pip install 'lockstep-rl[cuda]'", allow_module_level=True)
+if torch.cuda.is_available():
+    pytest.skip("the kernels are compiled here: tests/gpu", allow_module_level=True)
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("TRITON_INTERPRET", "1")  # read where a kernel is defined
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    from lockstep.ops import cuda  # noqa: F401  for tests
 
 
 def numbers(handle):

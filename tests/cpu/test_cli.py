@@ -316,6 +316,10 @@ def test_a_learning_rate_that_nobody_gives_follows_the_model(tmp_path, capsys, w
     assert code == OK and json.loads(out)["trainer"]["lr"] == lr
 
 
+def dry(setting):
+    return ["train", "quickstart", setting, "--dry-run"]
+
+
 BAD = {
     "a misspelt setting": (["train", "quickstart", "stepz=3"], "Did you mean 'steps=3'"),
     "a misspelt recipe": (["train", "quikstart"], "Did you mean 'quickstart'"),
@@ -344,47 +348,17 @@ BAD = {
         ["train", "quickstart", "evaluation.success_reward=nan"],
         "success_reward=nan must be a finite number",
     ),
-    "a negative seed": (
-        ["train", "quickstart", "seed=-1", "--dry-run"],
-        "seed=-1 must be in [0, ",
-    ),
-    "a seed without end": (
-        ["train", "quickstart", f"seed={2**63}", "--dry-run"],
-        "seed=9223372036854775808 must be in [0, ",
-    ),
-    "greedy training": (["train", "quickstart", "agent.temperature=0", "--dry-run"], "all alike"),
-    "a temperature that overflows": (
-        ["train", "quickstart", "agent.temperature=1e-40", "--dry-run"],
-        "must be 0 or at least 1e-05",
-    ),
-    "an adapter that is none": (
-        ["train", "quickstart", "sync.form=adapter", "--dry-run"],
-        "the run has no adapter",
-    ),
-    "weights that nothing moves": (
-        ["train", "quickstart", "sync.qualify=on", "--dry-run"],
-        "shares the trainer's weights",
-    ),
-    "a logger that is not there": (
-        ["train", "quickstart", "record.loggers=trackio", "--dry-run"],
-        "pip install",
-    ),
-    "a run to start from that is none": (
-        ["train", "quickstart", "from=nowhere@2", "--dry-run"],
-        "nowhere",
-    ),
-    "absurd steps": (
-        ["train", "quickstart", "steps=1000000000000", "--dry-run"],
-        "must be in [1, 100000000]",
-    ),
-    "absurd groups": (
-        ["train", "quickstart", "group_size=9999999", "--dry-run"],
-        "must be in [1, 1000000]",
-    ),
-    "a place below a file": (
-        ["train", "quickstart", f"out={__file__}/run", "--dry-run"],
-        "test_cli.py is no directory",
-    ),
+    "a negative seed": (dry("seed=-1"), "seed=-1 must be in [0, "),
+    "a seed without end": (dry(f"seed={2**63}"), "seed=9223372036854775808 must be in [0, "),
+    "greedy training": (dry("agent.temperature=0"), "all alike"),
+    "a temperature that overflows": (dry("agent.temperature=1e-40"), "must be 0 or at least 1e-05"),
+    "an adapter that is none": (dry("sync.form=adapter"), "the run has no adapter"),
+    "weights that nothing moves": (dry("sync.qualify=on"), "shares the trainer's weights"),
+    "a logger that is not there": (dry("record.loggers=trackio"), "pip install"),
+    "a run to start from that is none": (dry("from=nowhere@2"), "nowhere"),
+    "absurd steps": (dry("steps=1000000000000"), "must be in [1, 100000000]"),
+    "absurd groups": (dry("group_size=9999999"), "must be in [1, 1000000]"),
+    "a place below a file": (dry(f"out={__file__}/run"), "test_cli.py is no directory"),
     "a place for a model below a file": (
         ["sft", "sft.path=x.jsonl", f"out={__file__}/run", "--dry-run"],
         "test_cli.py is no directory",

@@ -4,9 +4,9 @@ Its capture is "run the body again", over the very tensors that a CUDA graph wou
 """
 
 import asyncio
-import importlib.util
 from dataclasses import replace
 
+import interpreted_kernels  # noqa: F401  before the kernels
 import numpy as np
 import pytest
 import torch
@@ -20,16 +20,7 @@ from lockstep.models.adapters import decoder_over
 from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, lora_shape
 from lockstep.ops.context import decode_capacity, plan_work
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("pip install 'lockstep-rl[cuda]'", allow_module_level=True)
-if torch.cuda.is_available():
-    pytest.skip("the kernels are compiled here: tests/gpu", allow_module_level=True)
-with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("TRITON_INTERPRET", "1")  # read where a kernel is defined
-    import interpreted_kernels  # noqa: F401  (products in one order)
-
-    from lockstep.ops.cuda import CudaOps
+from lockstep.ops.cuda import CudaOps
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::RuntimeWarning"  # numpy's, of 0 / 0 in rows of a tile that are not stored

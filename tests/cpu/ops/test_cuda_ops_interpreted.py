@@ -1,13 +1,12 @@
 """The CUDA backend's kernels on a CPU, in Triton's interpreter, in float32: indexing, masks, the
 order of blocks, gradients. What a tensor core rounds is for tests/gpu."""
 
-import importlib.util
-
 import numpy as np
 import pytest
 import torch
 from attention_formula import reference_attention
 from full_counts import PROOF
+from interpreted_kernels import cuda
 from tiny_configs import tiny_config
 
 from lockstep.errors import ConfigError
@@ -16,18 +15,8 @@ from lockstep.models.decoder import Decoder
 from lockstep.ops import head
 from lockstep.ops.base import Ops, Rotary
 from lockstep.ops.context import AttentionSpec, PackedContext, PagedContext, Support
+from lockstep.ops.cuda import CudaOps
 from lockstep.types import Ragged
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("pip install 'lockstep-rl[cuda]'", allow_module_level=True)
-if torch.cuda.is_available():
-    pytest.skip("the kernels are compiled here: tests/gpu", allow_module_level=True)
-with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("TRITON_INTERPRET", "1")  # read where a kernel is defined
-    import interpreted_kernels  # noqa: F401  (products in one order)
-
-    from lockstep.ops import cuda
-    from lockstep.ops.cuda import CudaOps
 
 OPS = CudaOps()
 plain = Ops()

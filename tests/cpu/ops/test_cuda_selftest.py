@@ -1,24 +1,12 @@
 """The self-test of the CUDA backend's kernels, in Triton's interpreter: the contract starts."""
 
-import importlib.util
-
 import pytest
-import torch
 from full_counts import PROOF
+from interpreted_kernels import cuda
 from tiny_configs import tiny_config
 
 from lockstep.models.decoder import Decoder
 from lockstep.ops import selftest
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("pip install 'lockstep-rl[cuda]'", allow_module_level=True)
-if torch.cuda.is_available():
-    pytest.skip("the kernels are compiled here: tests/gpu", allow_module_level=True)
-with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("TRITON_INTERPRET", "1")  # read where a kernel is defined
-    import interpreted_kernels  # noqa: F401  (products in one order)
-
-    from lockstep.ops import cuda
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::RuntimeWarning"  # numpy's, of 0 / 0 in rows of a tile that are not stored
