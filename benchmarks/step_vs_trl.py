@@ -143,9 +143,8 @@ def measure(
             for name, command in commands.items():
                 variables = {"PYTHONPATH": paths[name].strip(os.pathsep), "HF_HUB_OFFLINE": "1",
                              "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
-                side = Side(
-                    command, limit=SIDE_SECONDS + STEP_SECONDS * total, environment=variables
-                )
+                limit = SIDE_SECONDS + STEP_SECONDS * total
+                side = Side(command, limit=limit, environment=variables)
                 sides[name] = stack.enter_context(side)
             for _ in range(total):
                 for name, side in sides.items():

@@ -35,7 +35,7 @@ CEILINGS = {
     "environments and recipes": 3_682,
     "testing": 1_523,
     "tests": 59_897,
-    "proofs and benchmarks": 8_980,
+    "proofs and benchmarks": 8_979,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling
 follows."""
