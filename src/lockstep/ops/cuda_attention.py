@@ -48,8 +48,6 @@ from lockstep.ops.cuda_kernels import (
     tl,
     triton,
 )
-from lockstep.ops.packed import row_dots, sink_gradient
-from lockstep.ops.paged import causal_mask
 
 Tensor = torch.Tensor
 
@@ -425,7 +423,9 @@ class PackedAttention(torch.autograd.Function):
         is_flash = q.dtype.itemsize == 2 and D <= FLASH_WIDTH and D % 8 == 0
         backward = _flash_backward if is_flash else _tiled_backward
         grads = backward((grad_out, q, k, v, out, lse), *ctx.settings)
-        grad_sinks = None if sinks is None else sink_gradient(sinks, grad_out, out, lse)
+        grad_sinks = None
+        if sinks is not None:
+            grad_sinks = _sink_gradient(grad_out, out, lse, sinks)
         return *grads, grad_sinks, None, None
 
 
@@ -510,6 +510,17 @@ def _deterministic() -> Generator[None]:
             setattr(deterministic, filling, fills)
 
 
+def _through(grad_out: Tensor, out: Tensor) -> Tensor:
+    """[T, H] float32: dO . O."""
+    return (grad_out.float() * out.float()).sum(-1)
+
+
+def _sink_gradient(grad_out: Tensor, out: Tensor, lse_TH: Tensor, sinks: Tensor) -> Tensor:
+    """[H]: -sum exp(sink - lse) dO . O."""
+    share_TH = torch.exp(sinks.float() - lse_TH)
+    return -(share_TH * _through(grad_out, out)).sum(0).to(sinks.dtype)
+
+
 def _sum_places(x: Tensor, tokens: Tensor, num_tokens: int) -> Tensor:
     """[T, ...]: values of places, summed by token in one order. On CUDA it sorts, without
     atomics."""
@@ -522,7 +533,7 @@ def _tiled_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients by the definition. With P = exp(scores - lse), dS = P * (dP - dO . O)."""
     grad_out, q, k, v, out, lse_TH = parts
-    through_TH = row_dots(grad_out, out, torch.float32)
+    through_TH = _through(grad_out, out)
     # An output is read at one of its places; the gradient of its other places and of padding is 0.
     grad_places, through_places = (_spread(x, context) for x in (grad_out, through_TH))
     grads = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
@@ -581,11 +592,13 @@ def _block_gradients(
             return x[:, :, :, rows].reshape(B * G, -1, x.shape[-1])
 
         q_tile, grad_tile = tile(q), tile(grad_out)
-        probs = _matmul(q_tile, k[:, keys].transpose(1, 2)).mul_(scale).sub_(tile(lse))
+        probs = _matmul(q_tile, k[:, keys].transpose(1, 2)).mul_(scale).sub_(tile(lse)).exp_()
         at_query = torch.arange(start, stop, device=q.device)[:, None]
         at_key = torch.arange(keys.start, stop, device=q.device)
-        mask = causal_mask(at_query, at_key, window, torch.float32)
-        probs.view(B * G, -1, *mask.shape).add_(mask).exp_()
+        hidden = at_key > at_query
+        if window is not None:
+            hidden |= at_key <= at_query - window
+        probs.view(B * G, -1, *hidden.shape).masked_fill_(hidden, 0.0)
         grad_v[:, keys] += _matmul(probs.to(q.dtype).transpose(1, 2), grad_tile)
         grad_scores = _matmul(grad_tile, v[:, keys].transpose(1, 2)).sub_(tile(through))
         grad_scores = grad_scores.mul_(probs).mul_(scale).to(q.dtype)

@@ -421,7 +421,7 @@ def attend_backward(
             _add_places(total, band, layout.key_index)
         else:
             total[layout.key_index[layout.key_owned]] = band[layout.key_owned]
-    grad_sinks = None if sinks_H is None else sink_gradient(sinks_H, grad_out, out, lse_TH)
+    grad_sinks = None if sinks_H is None else _sink_gradient(sinks_H, grad_out, out, lse_TH)
     grad_k, grad_v = (total.to(k_TGD.dtype) for total in totals)
     return grad_q.to(q_THD.dtype), grad_k, grad_v, grad_sinks
 
@@ -495,13 +495,12 @@ def _add_places(total: Tensor, values: Tensor, index: Tensor) -> None:
     total.add_(summed.view_as(total))
 
 
-def sink_gradient(sinks_H: Tensor, grad_out: Tensor, out: Tensor, lse_TH: Tensor) -> Tensor:
-    """[H]: -sum exp(sink - L) dO . O."""
+def _sink_gradient(sinks_H: Tensor, grad_out: Tensor, out: Tensor, lse_TH: Tensor) -> Tensor:
     share = torch.exp(sinks_H.to(lse_TH.dtype) - lse_TH)
-    return -share.mul_(row_dots(grad_out, out, lse_TH.dtype)).sum(0).to(sinks_H.dtype)
+    return -share.mul_(_row_dots(grad_out, out, lse_TH.dtype)).sum(0).to(sinks_H.dtype)
 
 
-def row_dots(a_THD: Tensor, b_THD: Tensor, dtype: torch.dtype) -> Tensor:
+def _row_dots(a_THD: Tensor, b_THD: Tensor, dtype: torch.dtype) -> Tensor:
     """[T, H]: dO . O, without a copy of either."""
     out = a_THD.new_empty(a_THD.shape[:2], dtype=dtype)
     for at in range(0, len(out), PIECE_TOKENS):
