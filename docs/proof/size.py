@@ -25,7 +25,7 @@ CEILINGS = {
     "tinker": 3_772,
     "run": 4_905,
     "renderers": 3_301,
-    "models and ops": 8_720,
+    "models and ops": 8_727,
     "engines, sync, launch": 9_078,
     "agent": 6_792,
     "learn: training, correction, objectives": 5_057,
