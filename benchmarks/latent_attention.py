@@ -59,7 +59,7 @@ TIMED = config_of(
 class Unfolded(LatentAttention):
     """The same numbers up to rounding, by keys and values of all heads."""
 
-    def forward(self, x_TD, inputs, *, norm=None, output_norm=None):
+    def forward(self, x_TD, inputs, norm, output_norm):
         at, H, T, ops = self.latent, self.num_heads, len(x_TD), inputs.ops
         assert self.q_proj is not None, "the config that is timed has one projection"
         q_TH = self.q_proj(x_TD, inputs).view(T, H, -1)
@@ -93,7 +93,7 @@ def make(kind: type[LatentAttention]) -> LatentAttention:
 
 def run(layer: LatentAttention, x_TD: torch.Tensor, positions_T: torch.Tensor, context: Context):
     cos, sin = rope_table(TIMED)
-    return layer(x_TD, LayerInputs(OPS, context, cos[positions_T], sin[positions_T]))
+    return layer(x_TD, LayerInputs(OPS, context, cos[positions_T], sin[positions_T]), None, None)
 
 
 def inputs(num_tokens: int) -> torch.Tensor:
