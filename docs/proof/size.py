@@ -34,7 +34,7 @@ CEILINGS = {
     "store, observe, report": 2_782,
     "environments and recipes": 3_682,
     "testing": 1_523,
-    "tests": 59_897,
+    "tests": 59_895,
     "proofs and benchmarks": 8_979,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling

@@ -77,6 +77,12 @@ class LowRank(nn.Module):
         self.sizes = list(sizes)
         self.rank, self.scale, self.is_on = shape.rank, shape.scale, True
         self.A = nn.Parameter(torch.empty(len(parts) * shape.rank, parts[0][0].inputs))
+        ends, begins = list(accumulate(self.sizes)), range(0, len(self.A), self.rank)
+        self.columns = (
+            [slice(ends[place] - self.sizes[place], ends[place]) for place in self.places],
+            [slice(begin, begin + self.rank) for begin in begins],
+        )
+        """(outputs, columns of A x) of each adapted part."""
         self.B = nn.ParameterList(torch.zeros(s.outputs, shape.rank) for s, _ in parts)
 
     def forward(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, ops: Ops) -> Tensor:
@@ -91,17 +97,10 @@ class LowRank(nn.Module):
         """(`forward`, A x times the scale: [T, S * R])."""
         out_TN = ops.linear(x_TK, weight_NK, bias_N)
         h_TC = ops.linear(x_TK, self.A).mul_(self.scale)
-        for B, outputs, ranks in zip(self.B, *self.columns(), strict=True):
+        for B, outputs, ranks in zip(self.B, *self.columns, strict=True):
             # Rows without a gap: a kernel may take another path for strided ones.
             out_TN[:, outputs] += ops.linear(h_TC[:, ranks].contiguous(), B)
         return out_TN, h_TC
-
-    def columns(self) -> tuple[list[slice], list[slice]]:
-        """(outputs, columns of A x) of each adapted part."""
-        ends = list(accumulate(self.sizes))
-        outputs = [slice(ends[place] - self.sizes[place], ends[place]) for place in self.places]
-        begins = range(0, len(self.A), self.rank)
-        return outputs, [slice(begin, begin + self.rank) for begin in begins]
 
     def factors(self, number: int) -> tuple[Tensor, Tensor]:
         """(A [R, K], B [N, R]) of the `number`-th adapted part: views of the parameters."""
@@ -124,7 +123,7 @@ class _Adapted(torch.autograd.Function):
     def forward(ctx, x_TK, weight_NK, bias_N, adapter, ops, *factors):
         out_TN, h_TC = adapter.product(x_TK, weight_NK, bias_N, ops)
         ctx.save_for_backward(x_TK, weight_NK, h_TC, *factors)
-        ctx.columns, ctx.scale = adapter.columns(), adapter.scale
+        ctx.columns, ctx.scale = adapter.columns, adapter.scale
         ctx.dtype = ops.gradient_dtype(x_TK.dtype, weight_NK)
         ctx.factors_dtype = ops.gradient_dtype(x_TK.dtype)
         return out_TN

@@ -67,7 +67,7 @@ class LogProbs(torch.autograd.Function):
         for part in _steps(T, rows):
             logits = ops.linear(hidden[part], fixed)[:, :V]
             choices = None if support is None else support.mask(part, V)
-            tile = logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
+            tile = logits if unit is None or logits.dtype == dtype else logits.to(dtype)
             for block in _blocks(logits):
                 here = slice(part.start + block.start, part.start + block.stop)
                 mask = None if choices is None else choices[block]

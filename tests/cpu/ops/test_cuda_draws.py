@@ -1,20 +1,12 @@
 """The draws of a GPU in Triton's interpreter: which id, and that other rows do not matter."""
 
-import importlib.util
-
+import interpreted_kernels  # noqa: F401  before the kernels
 import numpy as np
 import pytest
 import torch
 
+from lockstep.ops import cuda_draws
 from lockstep.ops.base import Ops
-
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("pip install 'lockstep-rl[cuda]'", allow_module_level=True)
-if torch.cuda.is_available():
-    pytest.skip("the kernels are compiled here: tests/gpu", allow_module_level=True)
-with pytest.MonkeyPatch.context() as patch:
-    patch.setenv("TRITON_INTERPRET", "1")  # read where a kernel is defined
-    from lockstep.ops import cuda_draws
 
 
 @pytest.fixture(autouse=True)

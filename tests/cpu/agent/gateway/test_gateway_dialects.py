@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import secrets
 import threading
+from itertools import count
 from typing import Any
 
 import pytest
@@ -314,7 +316,9 @@ def test_settings_of_other_servers_are_accepted_where_they_change_nothing(dialec
                 assert caught.value.parameter == name
 
 
-def test_items_of_stored_responses_can_be_referred_to(gateway: Gateway):
+def test_items_of_stored_responses_can_be_referred_to(gateway: Gateway, monkeypatch):
+    ids = (f"{number:022x}fc" for number in count())  # "fc_" begins an item's id, too
+    monkeypatch.setattr(secrets, "token_hex", lambda _: next(ids))
     _, made = gateway.ask("POST", "/sessions")
     path = f"/s/{made['id']}/v1/responses"
     user = {"role": "user", "content": "Q?"}
