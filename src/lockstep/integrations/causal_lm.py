@@ -42,7 +42,7 @@ from lockstep.models.config import ModelConfig
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import load_checkpoint, load_weights, save_checkpoint
 from lockstep.models.locate import locate_model
-from lockstep.models.lora import LowRank, adapter_at, add_adapter, place_of
+from lockstep.models.lora import LowRank, adapter_at, add_adapter, outputs_of, place_of
 from lockstep.models.lora_config import AdapterSite, LoraShape, lora_sites
 from lockstep.models.peft_format import unknown_settings
 from lockstep.models.shapes import HFPiece, decoder_layout
@@ -140,6 +140,7 @@ class PeftLowRank(LowRank):
         """parts: index among all parts of the projection, and PEFT's layer of each adapted part."""
         nn.Module.__init__(self)
         self.places, self.sizes = [place for place, _ in parts], sizes
+        self.outputs = outputs_of(self.places, sizes)
         self._layers = tuple(layer for _, layer in parts)  # a tuple hides them from modules()
 
     def _factors(self, kind: str) -> list[Tensor]:

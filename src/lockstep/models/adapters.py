@@ -179,7 +179,7 @@ def _parts(adapter: Adapter) -> list[Tensor]:
 
 def _columns(adapter: Adapter) -> tuple[slice, ...]:
     """Outputs that each B of the adapter is for."""
-    return tuple(adapter.columns[0]) if isinstance(adapter, LowRank) else (slice(None),)
+    return tuple(adapter.outputs) if isinstance(adapter, LowRank) else (slice(None),)
 
 
 def _stacked(parts: list[Tensor], columns: tuple[slice, ...], scale: float) -> StackedFactors:

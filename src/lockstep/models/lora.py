@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -73,16 +73,10 @@ class LowRank(nn.Module):
     ) -> None:
         """parts: the adapted parts, each with its index among all; sizes: outputs of all parts."""
         super().__init__()
-        self.places = [place for _, place in parts]
-        self.sizes = list(sizes)
+        self.places, self.sizes = [place for _, place in parts], sizes
+        self.outputs = outputs_of(self.places, sizes)
         self.rank, self.scale, self.is_on = shape.rank, shape.scale, True
         self.A = nn.Parameter(torch.empty(len(parts) * shape.rank, parts[0][0].inputs))
-        ends, begins = list(accumulate(self.sizes)), range(0, len(self.A), self.rank)
-        self.columns = (
-            [slice(ends[place] - self.sizes[place], ends[place]) for place in self.places],
-            [slice(begin, begin + self.rank) for begin in begins],
-        )
-        """(outputs, columns of A x) of each adapted part."""
         self.B = nn.ParameterList(torch.zeros(s.outputs, shape.rank) for s, _ in parts)
 
     def forward(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, ops: Ops) -> Tensor:
@@ -97,9 +91,9 @@ class LowRank(nn.Module):
         """(`forward`, A x times the scale: [T, S * R])."""
         out_TN = ops.linear(x_TK, weight_NK, bias_N)
         h_TC = ops.linear(x_TK, self.A).mul_(self.scale)
-        for B, outputs, ranks in zip(self.B, *self.columns, strict=True):
+        for B, outputs, h_TR in zip(self.B, self.outputs, h_TC.split(self.rank, 1), strict=True):
             # Rows without a gap: a kernel may take another path for strided ones.
-            out_TN[:, outputs] += ops.linear(h_TC[:, ranks].contiguous(), B)
+            out_TN[:, outputs] += ops.linear(h_TR.contiguous(), B)
         return out_TN, h_TC
 
     def factors(self, number: int) -> tuple[Tensor, Tensor]:
@@ -115,6 +109,11 @@ class LowRank(nn.Module):
         return torch.cat(rows)
 
 
+def outputs_of(places: Sequence[int], sizes: Sequence[int]) -> list[slice]:
+    """The outputs of each adapted part, given its index and the sizes of all parts."""
+    return [slice(begin := sum(sizes[:place]), begin + sizes[place]) for place in places]
+
+
 class _Adapted(torch.autograd.Function):
     """`LowRank.product`. Its backward has no copy of the outputs' gradient in the parts' order, and
     adds up the gradient of x in place."""
@@ -123,7 +122,7 @@ class _Adapted(torch.autograd.Function):
     def forward(ctx, x_TK, weight_NK, bias_N, adapter, ops, *factors):
         out_TN, h_TC = adapter.product(x_TK, weight_NK, bias_N, ops)
         ctx.save_for_backward(x_TK, weight_NK, h_TC, *factors)
-        ctx.columns, ctx.scale = adapter.columns, adapter.scale
+        ctx.outputs, ctx.rank, ctx.scale = adapter.outputs, adapter.rank, adapter.scale
         ctx.dtype = ops.gradient_dtype(x_TK.dtype, weight_NK)
         ctx.factors_dtype = ops.gradient_dtype(x_TK.dtype)
         return out_TN
@@ -134,10 +133,11 @@ class _Adapted(torch.autograd.Function):
         grads = linear_backward(ctx, grad_TN, x_TK, weight_NK)
         dtype, wide = x_TK.dtype, ctx.factors_dtype
         grad_h, grads_B = torch.empty_like(h_TC, dtype=wide), []
-        for B, outputs, ranks in zip(Bs, *ctx.columns, strict=True):
+        parts = (x.split(ctx.rank, 1) for x in (h_TC, grad_h))
+        for B, outputs, h_TR, grad_TR in zip(Bs, ctx.outputs, *parts, strict=True):
             part = grad_TN[:, outputs].to(wide)
-            torch.mm(part, B.to(wide), out=grad_h[:, ranks])
-            grads_B.append((part.t() @ h_TC[:, ranks].to(wide)).to(dtype))
+            torch.mm(part, B.to(wide), out=grad_TR)
+            grads_B.append((part.t() @ h_TR.to(wide)).to(dtype))
         grad_h *= ctx.scale
         if grads[0] is not None:
             grads[0] = grads[0].to(wide).addmm_(grad_h, A.to(wide)).to(dtype)
