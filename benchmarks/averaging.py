@@ -65,7 +65,7 @@ def compare(*, rounds: int = 2) -> Iterator[Row]:
 
         def late_steps(arm: str) -> list[dict[str, Any]]:
             number = next(numbers)
-            settings = [ARMS[arm], f"model={model}", "steps=6", "groups_per_step=4",
+            settings = [ARMS[arm], f"model={model}", "steps=7", "groups_per_step=4",
                         f"seed={number // len(ARMS)}", "engine.replicas=1", "contract=none",
                         "evaluation=none"]  # fmt: skip
             out = Path(scratch) / str(number)
