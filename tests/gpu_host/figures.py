@@ -25,7 +25,10 @@ from lockstep.correction.config import Correction
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.batch import PendingDraws
 from lockstep.engines.embedded.engine import EmbeddedEngine
+from lockstep.models.adapters import decoder_over
 from lockstep.models.decoder import Decoder
+from lockstep.models.lora import add_adapter
+from lockstep.models.lora_config import LoraConfig, lora_shape
 from lockstep.objectives.config import CISPO, DPPO, GSPO, ObjectiveConfig, PPOClip, Reinforce
 from lockstep.objectives.losses import make_loss
 from lockstep.ops.context import AttentionSpec, PackedContext
@@ -68,9 +71,16 @@ def make_model(name: str, num_layers: int, dtype: torch.dtype) -> Decoder:
 
 
 def decode(
-    gpu: StubGpu, name: str, num_layers: int, dtype: torch.dtype, **rules: float
+    gpu: StubGpu,
+    name: str,
+    num_layers: int,
+    dtype: torch.dtype,
+    *,
+    adapters: tuple[str, ...] = ("",),
+    **rules: float,
 ) -> dict[str, Any]:
-    """Per batch (1 row, 64 equal ones, 64 ragged ones): counts of a step. rules: of the draws."""
+    """Per batch (1 row, 64 equal ones, 64 ragged ones): counts of a step. adapters: of the rows, in
+    turn; rules: of the draws."""
     capture = Capture()
     settings = {"max_num_sequences": ROWS, "page_size": 128}
     config = EmbeddedConfig(**settings, max_step_tokens=1 << 18, kv_cache_tokens=1 << 19)
@@ -78,6 +88,12 @@ def decode(
     with patch("lockstep.engines.embedded.engine.fingerprint", lambda *_: mark):
         model = make_model(name, num_layers, dtype).requires_grad_(False)
         engine = EmbeddedEngine(model, config, make_capture=lambda: capture)
+    for adapter in filter(None, adapters):
+        adapted = decoder_over(model)
+        shape = lora_shape(LoraConfig(targets=("attention",)), model.config)
+        add_adapter(adapted, shape, seed=0)
+        with patch("lockstep.engines.embedded.engine.adapter_failure", lambda *_, **__: ""):
+            asyncio.run(engine.load_adapter(adapter, adapted, version=1))
     reads = 0
 
     def wait(draws: PendingDraws) -> tuple[Any, Any]:
@@ -89,7 +105,10 @@ def decode(
     async def ask(number: int, length: int) -> None:
         sampling = SamplingParams(max_tokens=5000, **rules)
         ids = np.zeros(length, np.int32) + number  # no common beginnings
-        asked = Request(id=f"{number}", prompt_ids=ids, sampling=sampling, seed=number)
+        asked = Request(
+            id=f"{number}", prompt_ids=ids, sampling=sampling, seed=number,
+            adapter=adapters[number % len(adapters)],
+        )  # fmt: skip
         async for _ in engine.generate(asked):
             pass
 
@@ -218,6 +237,7 @@ def figures(name: str, chip: int, *, dtype: torch.dtype, has_kernels: bool) -> d
         }
         out = {"decode": steps[0], "launches per layer": per_layer}
         out["decode, top-p"] = decode(gpu, name, 2, dtype, top_p=0.9)
+        out["decode, adapters"] = decode(gpu, name, 2, dtype, adapters=("a", "b"))
         if dtype == torch.bfloat16:
             out["training"] = train(gpu, name, 2, dtype)
             out["attention's backward"] = attention_backward(gpu, name)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from lockstep.ops.base import Counts, Ops, on_host
+from lockstep.ops.context import to_device
 
 Tensor = torch.Tensor
 IntArray = npt.NDArray[np.int64]
@@ -41,47 +42,46 @@ class Groups:
     >>> groups = Groups.of(np.array([1, -1, 0, 1]), 2, torch.device("cpu"))
     >>> groups.source_P.tolist(), groups.counts   # both are padded to four rows
     ([2, 2, 2, 2, 0, 3, 3, 3], [4, 4])
-    >>> groups.rows.tolist(), groups.places.tolist()
-    ([2, 0, 3], [0, 4, 5])
+    >>> groups.places_T.tolist(), groups.is_member_T1[:, 0].tolist()
+    ([4, 0, 0, 5], [True, False, True, True])
     """
 
     source_P: Tensor
     """[P] int64: row of the batch that each row of the product reads."""
-    counts: list[int]
+    counts: Counts
     """[G]: rows of each group, padding included."""
-    rows: Tensor | None
-    """Rows of the batch that are in a group; None if all are, and then `places` has their order."""
-    places: Tensor
-    """Row of the product that belongs to each of `rows`."""
+    places_T: Tensor
+    """[T] int64: row of the product that belongs to each row of the batch; 0 if none does."""
+    is_member_T1: Tensor | None
+    """[T, 1] bool: rows of the batch that are in a group; None if all are."""
 
     @staticmethod
     def of(group_T: IntArray, num_groups: int, device: torch.device) -> Groups:
         """group_T: [T] group of each row, -1 for none."""
-        members = np.flatnonzero(group_T >= 0)
-        sorted_n = members[np.argsort(group_T[members], kind="stable")]
-        group_n = group_T[sorted_n]
-        counts = np.bincount(group_n, minlength=num_groups)
-        starts = counts.cumsum() - counts
+        source, counts, places = sort_rows(group_T, num_groups)
         longest = -(-int(counts.max()) // ROW_QUANTUM) * ROW_QUANTUM
-        source, place_n = sorted_n, np.arange(len(sorted_n))
-        num_padded = num_groups * longest
-        if longest <= MOST_PADDED_ROWS and num_padded <= 2 * len(sorted_n) + SPARE_ROWS:
+        num_padded, is_member = num_groups * longest, group_T >= 0
+        if longest <= MOST_PADDED_ROWS and num_padded <= 2 * len(source) + SPARE_ROWS:
+            starts = counts.cumsum() - counts
             steps = np.minimum(np.arange(longest), np.maximum(counts[:, None] - 1, 0))
-            at = np.minimum(starts[:, None] + steps, len(sorted_n) - 1)
-            source = sorted_n[at.reshape(-1)]
-            place_n = group_n * longest + place_n - starts[group_n]
+            source = source[np.minimum(starts[:, None] + steps, len(source) - 1).reshape(-1)]
+            places = np.where(is_member, group_T * longest + places - starts[group_T], 0)
             counts = np.full(num_groups, longest)
-        rows = None
-        if len(members) == len(group_T):
-            place_n = place_n[np.argsort(sorted_n)]
-        else:
-            rows = torch.from_numpy(sorted_n).to(device)
         return Groups(
-            torch.from_numpy(source).to(device),
+            to_device(source, device),
             counts.tolist(),
-            rows,
-            torch.from_numpy(place_n).to(device),
+            to_device(places, device),
+            None if is_member.all() else to_device(is_member[:, None], device),
         )
+
+
+def sort_rows(group_T: IntArray, num_groups: int) -> tuple[IntArray, IntArray, IntArray]:
+    """`Groups.of` without padding: (source, counts, places)."""
+    members = np.flatnonzero(group_T >= 0)
+    source = members[np.argsort(group_T[members], kind="stable")]
+    places = np.zeros(len(group_T), np.int64)
+    places[source] = np.arange(len(source))
+    return source, np.bincount(group_T[source], minlength=num_groups), places
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,12 +103,12 @@ class StackedFactors:
         h_PSR = h_PC.view(len(h_PC), len(self.B), -1)
         for part, (B, columns) in enumerate(zip(self.B, self.columns, strict=True)):
             h_PR = h_PSR[:, part].contiguous()
-            delta = ops.expert_linear(h_PR, B, None, groups.counts).index_select(0, groups.places)
+            product_PN = ops.expert_linear(h_PR, B, None, groups.counts)
             target = out_TN[:, columns]
-            if groups.rows is None:
-                target += delta
-            else:
-                target.index_copy_(0, groups.rows, target.index_select(0, groups.rows) + delta)
+            added = target + product_PN.index_select(0, groups.places_T)
+            if groups.is_member_T1 is not None:
+                added = torch.where(groups.is_member_T1, added, target)
+            target.copy_(added)
 
 
 @dataclass(slots=True, eq=False)
@@ -138,9 +138,11 @@ class AdapterRows:
                 factors.add(x_TK, out_TN, shape.groups, ops)
         return out_TN
 
-    def of_experts(self, owner: Any, attribute: str) -> list[StackedFactors | None]:
-        """For each of `shapes`, the factors of all pairs of adapter and expert."""
-        return [shape.factors.get((owner, attribute)) for shape in self.shapes]
+    def of_experts(self, owner: Any, *attributes: str) -> list[list[StackedFactors | None]]:
+        """For each attribute and each of `shapes`, the factors of all pairs of adapter and expert;
+        empty lists if there are none at all, and no row must be sorted."""
+        found = [[shape.factors.get((owner, a)) for shape in self.shapes] for a in attributes]
+        return found if any(map(any, found)) else [[] for _ in attributes]
 
     def by_expert(self, token_R: Tensor, counts: Counts) -> list[Groups]:
         """For each of `shapes`, rows sorted by expert (counts: how many each has) as groups, one

@@ -19,6 +19,7 @@ from lockstep.models.decoder import Decoder
 from lockstep.models.lora import Adapter, LowRank, adapted, place_of
 from lockstep.models.lora_config import LoraShape
 from lockstep.models.variants import sharing
+from lockstep.ops.context import to_device
 
 Tensor = torch.Tensor
 
@@ -94,12 +95,30 @@ class AdapterStacks:
         self._last = None if own else (base, content, rows)
         return rows
 
+    def can_be_captured(self, base: Decoder, numbers_T: IntArray) -> bool:
+        """True if fixed tensors can say which adapter each row has: not where experts or heads have
+        factors, for which the host sorts rows, nor for the base's own, whose scale may change."""
+        has_own = base.lora is not None and not numbers_T.all()
+        is_by_row = all(stack.is_by_row for stack in self._stacks.values())
+        return is_by_row and not has_own and base.config.latent is None
+
+    def allocations(self) -> list[object]:
+        """An object for each shape, which is another once the place of its factors is."""
+        return [stack.allocation for stack in self._stacks.values()]
+
+    def of_every_shape(self, base: Decoder) -> list[tuple[list[int], Factors]]:
+        """(numbers, which `put` may replace, their factors where they lie) of each shape."""
+        found = self._stacks.values()
+        return [(x.numbers, x.factors(base, list(range(len(x.numbers))))) for x in found]
+
 
 class _Stack:
     """Adapters of one shape."""
 
     def __init__(self, shape: LoraShape) -> None:
         self.numbers: list[int] = []
+        self.is_by_row = not any(site.num_experts for site in shape.sites)
+        self.allocation = object()
         self._scale = shape.scale
         self._columns: dict[str, tuple[slice, ...]] = {}
         self._tensors: dict[str, list[Tensor]] = {}
@@ -114,7 +133,7 @@ class _Stack:
                 found = [torch.cat(pair) for pair in zip(before, found, strict=True)]
             self._tensors[projection], self._columns[projection] = found, _columns(adapter)
         self.numbers.append(number)
-        self._chosen = None
+        self._chosen, self.allocation = None, object()
 
     def write(self, replaced: int, number: int, model: Decoder) -> None:
         at = self.numbers.index(replaced)
@@ -130,7 +149,7 @@ class _Stack:
         del self.numbers[at]
         for projection, parts in self._tensors.items():
             self._tensors[projection] = [torch.cat([x[:at], x[at + 1 :]]) for x in parts]
-        self._chosen = None
+        self._chosen, self.allocation = None, object()
 
     def factors(self, base: Decoder, chosen: list[int]) -> Factors:
         """Factors of the adapters at these places, kept until others are chosen. Only a part of the
@@ -138,7 +157,7 @@ class _Stack:
         if self._chosen is not None and self._chosen[0] is base and self._chosen[1] == chosen:
             return self._chosen[2]
         self._chosen = None
-        index = torch.tensor(chosen, device=base.embedding.device)
+        index = to_device(np.array(chosen), base.embedding.device)
         is_all = len(chosen) == len(self.numbers)
         found: Factors = {}
         for projection, parts in self._tensors.items():
@@ -155,11 +174,15 @@ Factors = dict[tuple[object, str], StackedFactors]
 def _of_shape(
     numbers_T: IntArray, numbers: list[int], factors: Factors, device: torch.device
 ) -> AdaptersOfShape:
-    index_of = np.full(int(numbers_T.max()) + 1, -1)
-    index_of[numbers] = np.arange(len(numbers))
-    group_T = index_of[numbers_T]
+    group_T = group_of(numbers_T, numbers)
     groups = Groups.of(group_T, len(numbers), device)
     return AdaptersOfShape(group_T, len(numbers), groups, factors)
+
+
+def group_of(numbers_T: IntArray, numbers: list[int]) -> IntArray:
+    """[T]: index in `numbers` of each row's adapter, -1 for one that is not there."""
+    is_one_TG = numbers_T[:, None] == np.array(numbers)
+    return np.where(is_one_TG.any(1), is_one_TG.argmax(1), -1)
 
 
 def _own_factors(model: Decoder) -> Factors:

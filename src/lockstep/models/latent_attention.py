@@ -115,8 +115,8 @@ class LatentAttention(nn.Module):
         x_RI = x_THI.transpose(0, 1).flatten(0, 1)
         out_RO = product(x_RI, self._half_of_weight(half))
         if adapters is not None:
-            of_shapes = adapters.of_experts(whole, "lora")
-            for found, groups in zip(of_shapes, adapters.on_all_experts(H), strict=True):
+            (of_shapes,) = adapters.of_experts(whole, "lora")
+            for found, groups in zip(of_shapes, adapters.on_all_experts(H), strict=False):
                 if found is not None:
                     A, B = self._factors(half, found.A, found.B[0])
                     StackedFactors(A, (B,), (slice(None),), found.scale).add(

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from lockstep.models.adapter_rows import AdapterRows
+from lockstep.models.adapter_rows import StackedFactors
 from lockstep.models.config import ModelConfig
 from lockstep.models.experts import ExpertProjection, mix_experts
 from lockstep.models.layer_inputs import LayerInputs, Routing
@@ -103,7 +103,8 @@ class MoE(nn.Module):
         self.shared_gate = nn.Linear(D, 1, bias=False) if config.has_shared_gate else None
 
     def forward(self, x_TD: Tensor, at: LayerInputs) -> Tensor:
-        ops, adapters = at.ops, at.adapters
+        ops, rows = at.ops, at.adapters
+        of_rows = [[], []] if rows is None else rows.of_experts(self, "gate_up_lora", "down_lora")
         weights_TA, experts_TA = self._route(x_TD, ops, at.routing)
         activation = ops.swiglu
         if limit := self.config.swiglu_limit:
@@ -112,11 +113,11 @@ class MoE(nn.Module):
             x_TD,
             weights_TA,
             experts_TA,
-            gate_up=self._projection("gate_up", adapters),
-            down=self._projection("down", adapters),
+            gate_up=self._projection("gate_up", at, of_rows[0]),
+            down=self._projection("down", at, of_rows[1]),
             activation=activation,
             ops=ops,
-            adapters=adapters,
+            adapters=rows if of_rows[0] else None,
         )
         if self.shared is None:
             return out_TD
@@ -126,12 +127,13 @@ class MoE(nn.Module):
         gate_T1 = ops.sigmoid(ops.linear(x_TD, self.shared_gate.weight)).to(x_TD.dtype)
         return out_TD + gate_T1 * shared_TD
 
-    def _projection(self, name: str, adapters: AdapterRows | None) -> ExpertProjection:
+    def _projection(
+        self, name: str, at: LayerInputs, of_rows: list[StackedFactors | None]
+    ) -> ExpertProjection:
         weight, bias = getattr(self, f"{name}_proj"), getattr(self, f"{name}_bias")
-        if adapters is not None:
-            return ExpertProjection(weight, bias, of_rows=adapters.of_experts(self, f"{name}_lora"))
         lora: ExpertLowRank | None = getattr(self, f"{name}_lora")
-        return ExpertProjection(weight, bias, None if lora is None else lora.factors())
+        low_rank = None if lora is None or at.adapters is not None else lora.factors()
+        return ExpertProjection(weight, bias, low_rank, of_rows)
 
     def _route(self, x_TD: Tensor, ops: Ops, routing: Routing | None) -> tuple[Tensor, Tensor]:
         logits_TE = self.router_logits(x_TD, ops)

@@ -5,6 +5,7 @@ Its capture is "run the body again", over the very tensors that a CUDA graph wou
 
 import asyncio
 from dataclasses import replace
+from itertools import count
 
 import interpreted_kernels  # noqa: F401  before the kernels
 import numpy as np
@@ -215,20 +216,41 @@ def test_rules_beyond_the_first_few_draw_behind_a_graph_that_they_share():
     assert capture.num_captures == MAX_RULES + 1
 
 
-@pytest.mark.skipif(not PROOF, reason="make proof: ops are tested with an adapter's shapes first")
-def test_rows_with_an_adapter_run_eagerly_and_a_graph_takes_over_when_they_have_ended():
+def test_rows_of_several_adapters_have_a_graph_which_is_captured_anew_when_one_is_added():
     found, (*engines, capture) = [], make_engines()
     for engine in engines:
-        adapted = decoder_over(engine._shared)
-        add_adapter(adapted, lora_shape(LoraConfig(rank=2), adapted.config), seed=0)
-        adapted.layers[0].attention.qkv_proj.lora.B[0].data.fill_(0.1)
-        asyncio.run(engine.load_adapter("a", adapted, version=1))
-        of_adapter = replace(request("a", prompt(9), max_tokens=3), adapter="a")
-        plain = request("b", prompt(9, seed=1), seed=1, max_tokens=7)
-        replies = asyncio.run(play(engine, [(0, of_adapter), (0, plain)]))
+        turn = count()
+
+        def adapter(rank, seed, engine=engine):
+            adapted = decoder_over(engine._shared)
+            lora = LoraConfig(
+                rank=rank, targets=("*.o_proj",)
+            )  # few shapes, which are tested first
+            add_adapter(adapted, lora_shape(lora, adapted.config), seed=seed)
+            adapted.layers[0].attention.o_proj.lora.B[0].data.fill_(0.1 + seed)
+            return adapted
+
+        def ask(*names, engine=engine, turn=turn):
+            asked = [
+                replace(request(f"{next(turn)}", prompt(9, seed=i), max_tokens=5), adapter=name)
+                for i, name in enumerate(names)
+            ]
+            return asyncio.run(play(engine, [(0, each) for each in asked]))
+
+        asyncio.run(engine.load_adapter("a", adapter(2, 0), version=1))
+        asyncio.run(engine.load_adapter("b", adapter(4 if PROOF else 2, 1), version=1))
+        replies = ask("a", "", "b", "a")
+        num_captures = capture.num_captures
+        asyncio.run(engine.load_adapter("a", adapter(2, 2), version=2))  # in the place of the first
+        replies += ask("a", "", "b", "a")
+        assert capture.num_captures == num_captures
+        asyncio.run(engine.load_adapter("c", adapter(2, 3), version=1))
+        replies += ask("a", "", "b", "c")
         found.append([drawn(reply) for reply in replies])
     assert found[0] == found[1]
-    assert (capture.num_captures, capture.num_replays) == (1, 4)
+    changed = [a != b for a, b in zip(found[0][:4], found[0][4:8], strict=True)]
+    assert changed == [True, False, False, True]
+    assert capture.num_captures > num_captures > 0 and capture.num_replays > 10
 
 
 def test_sizes_of_graphs_are_powers_of_two_and_then_eights():

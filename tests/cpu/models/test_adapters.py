@@ -156,11 +156,12 @@ def test_every_row_is_multiplied_in_its_group_once(group_of_row):
     groups = Groups.of(group_T, 5, CPU)
     x_T = torch.arange(len(group_T)) + 100
     of_product = torch.arange(5).repeat_interleave(torch.tensor(groups.counts))
-    found = torch.stack([x_T[groups.source_P], of_product])[:, groups.places]
-    members = torch.arange(len(group_T)) if groups.rows is None else groups.rows
-    assert sorted(members.tolist()) == np.flatnonzero(group_T >= 0).tolist()
-    assert torch.equal(found[0], x_T[members])
-    assert torch.equal(found[1], torch.from_numpy(group_T)[members])
+    found = torch.stack([x_T[groups.source_P], of_product])[:, groups.places_T]
+    is_member = torch.from_numpy(group_T) >= 0
+    assert (groups.is_member_T1 is None) == is_member.all()
+    assert groups.is_member_T1 is None or torch.equal(groups.is_member_T1[:, 0], is_member)
+    assert torch.equal(found[0][is_member], x_T[is_member])
+    assert torch.equal(found[1][is_member], torch.from_numpy(group_T)[is_member])
 
 
 @pytest.mark.parametrize("ops", [Ops(), InvariantOps()], ids=["plain", "invariant"])

@@ -11,6 +11,7 @@ no bit.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,6 +23,8 @@ import torch
 from lockstep.engines.embedded.batch import BatchRows, pack_draws
 from lockstep.engines.embedded.kv_cache import ZERO_PAGE, PagedCache
 from lockstep.engines.sampling import DrawRule, sample, uniforms
+from lockstep.models.adapter_rows import AdapterRows, AdaptersOfShape, Groups, sort_rows
+from lockstep.models.adapters import AdapterStacks, group_of
 from lockstep.models.decoder import Decoder
 from lockstep.models.moe import Routing
 from lockstep.ops.context import (
@@ -123,13 +126,19 @@ class DecodeGraphs:
 
     Rows that draw by one rule (temperature, filters) draw inside the graph. Where the rules differ,
     or draw from a grammar, or return their support, the graph ends at the hidden states, and the
-    head and the draws run eagerly. Rows with adapters of their own are not for a graph.
+    head and the draws run eagerly. Rows with adapters of their own have graphs of their own, which
+    read `adapters` and are captured again when one is added or dropped.
     """
 
     def __init__(
-        self, rows: BatchRows, cache: PagedCache, make_capture: Callable[[], Capture]
+        self,
+        rows: BatchRows,
+        cache: PagedCache,
+        make_capture: Callable[[], Capture],
+        adapters: AdapterStacks | None = None,
     ) -> None:
         self._rows, self._cache, self._make_capture = rows, cache, make_capture
+        self._adapters = adapters or AdapterStacks()
         self._read: tuple[object, ...] = ()
         """The objects that the graphs were captured over."""
         self._replays: dict[tuple[int, DrawRule | None], Replay] = {}
@@ -155,7 +164,8 @@ class DecodeGraphs:
         """
         rows, cache = self._rows, self._cache
         read = (model, model.ops, model.lora, cache.keys, cache.routes)
-        if not self._read or any(a is not b for a, b in zip(read, self._read, strict=True)):
+        read += tuple(self._adapters.allocations())
+        if len(read) != len(self._read) or any(map(operator.is_not, read, self._read)):
             self.drop()
             self._read = read
             self._make_tensors(model)
@@ -176,6 +186,11 @@ class DecodeGraphs:
         self._heads = (shape.num_heads, shape.num_kv_heads)
         self._num_programs = programs_of(device)
         num_items, num_slots = self._capacity(C)
+        self._shapes = self._adapters.of_every_shape(model)
+        of_adapters: dict[str, tuple[type[np.generic], int]] = {}
+        for i, (numbers, _) in enumerate(self._shapes):
+            of_adapters |= {f"source {i}": (np.int64, C), f"places {i}": (np.int64, C)}
+            of_adapters |= {f"counts {i}": (np.int32, len(numbers)), f"member {i}": (np.bool_, C)}
         fields: dict[str, tuple[type[np.generic], int]] = {
             "ids": (np.int64, C),
             "positions": (np.int64, C),
@@ -186,6 +201,7 @@ class DecodeGraphs:
             "top_k": (np.int64, C),
             "top_p": (np.float32, C),
             "page_starts": (np.int32, C),
+            **of_adapters,
             "num_items": (np.int32, 1),
             "items": (np.int32, num_items * 4),
             "pages": (np.int32, 1 + C * num_pages),
@@ -230,6 +246,13 @@ class DecodeGraphs:
         self._num_changes = rows.num_changes
         _fill(host["top_k"], rows.top_k[:n], 0, size)
         _fill(host["top_p"], rows.top_p[:n], 1, size)
+        for i, (numbers, _) in enumerate(self._shapes):
+            group_n = group_of(rows.adapters[:n], numbers)
+            source, counts, places = sort_rows(group_n, len(numbers))
+            _fill(host[f"source {i}"], source, 0, size)
+            _fill(host[f"places {i}"], places, 0, size)
+            _fill(host[f"member {i}"], group_n >= 0, 0, size)
+            host[f"counts {i}"][:] = counts
         items, _ = plan_work(
             np.ones(size, np.int64),
             host["lengths"][:size].astype(np.int64),
@@ -264,7 +287,8 @@ class DecodeGraphs:
         write_index = sent["write_index"][:size]
         context = PagedContext(cache.keys, cache.values, write_index, work=work)
         routing = None if cache.routes is None else Routing()
-        hidden = model(sent["ids"][:size], sent["positions"][:size], context, routing)
+        adapters = self._adapter_rows(size) if self._shapes else None
+        hidden = model(sent["ids"][:size], sent["positions"][:size], context, routing, adapters)
         if routing is not None:
             cache.write_routes(write_index, routing.stacked())
         if rule is None:
@@ -273,6 +297,14 @@ class DecodeGraphs:
         filters = {name: sent[name][:size] for name in ("top_p", "top_k") if rule.is_filtered}
         drawn = sample(model.logits(hidden), sent["uniform"][:size], rule, model.ops, **filters)
         self._draws_of(size).copy_(pack_draws(*drawn[:2]))
+
+    def _adapter_rows(self, size: int) -> AdapterRows:
+        sent, shapes = self._inputs.device, []
+        for i, (numbers, factors) in enumerate(self._shapes):
+            source, places = (sent[f"{name} {i}"][:size] for name in ("source", "places"))
+            groups = Groups(source, sent[f"counts {i}"], places, sent[f"member {i}"][:size, None])
+            shapes.append(AdaptersOfShape(np.empty(0, np.int64), len(numbers), groups, factors))
+        return AdapterRows(shapes, self._query_starts.device)
 
     def _draws_of(self, size: int) -> Tensor:
         return self._draws[: 2 * size].view(2, size)

@@ -117,11 +117,15 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         if config.resident_rows and not model.ops.reads_work(device):
             self._resident = ResidentCache(self._cache, max_tokens=config.kv_cache_tokens)
         self._rows = BatchRows(config.max_num_sequences, self.max_tokens, config.page_size)
-        self._graphs = None
+        self._graphs = self._adapted_graphs = None
         if make_capture is None and device.type == "cuda" and config.cuda_graphs:
             make_capture = CudaGraphs
         if make_capture is not None and model.ops.reads_work(device) and shape.linear is None:
-            self._graphs = DecodeGraphs(self._rows, self._cache, make_capture)
+            over = self._rows, self._cache, make_capture
+            self._graphs, self._adapted_graphs = (
+                DecodeGraphs(*over),
+                DecodeGraphs(*over, self._stacks),
+            )
         if config.lookup_tokens and (shape.linear is not None or self._graphs is not None):
             raise ConfigError(
                 f"engine.lookup_tokens={config.lookup_tokens}: guesses cannot be taken back from a "
@@ -376,8 +380,8 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         with torch.inference_mode():
             drawn, computed, parts = None, None, []
             num_eager = num_fed
-            if self._graphs is not None and num_fed and self._can_replay():
-                drawn, hidden = self._graphs.run(self._model)
+            if num_fed and (graphs := self._graphs_of_rows()) is not None:
+                drawn, hidden = graphs.run(self._model)
                 parts, num_eager = [] if hidden is None else [hidden], 0
             if chunks or num_eager:
                 fed = [*chunks, *self._guesses]
@@ -408,14 +412,19 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
                 self._after_chunk(chunk)
         return draws
 
-    def _can_replay(self) -> bool:
-        return not self._rows.adapters[: self._rows.num].any()
+    def _graphs_of_rows(self) -> DecodeGraphs | None:
+        """The graphs that feed rows with these adapters; None: the rows are fed eagerly."""
+        numbers = self._rows.adapters[: self._rows.num]
+        if self._graphs is None or not numbers.any():
+            return self._graphs
+        can_be_captured = self._stacks.can_be_captured(self._model, numbers)
+        return self._adapted_graphs if can_be_captured else None
 
     def _launch_ahead(self, draws: PendingDraws, places: np.ndarray) -> PendingDraws | None:
         """Begins the step after `draws`; `places` has the index of each row's draw. None if the
         rows may change, or do not draw inside a graph."""
-        rows, graphs = self._rows, self._graphs
-        if graphs is None or not self._can_replay() or graphs.captured_rule() is None:
+        rows, graphs = self._rows, self._graphs_of_rows()
+        if graphs is None or graphs.captured_rule() is None:
             return None
         if not self._scheduler.plan_ahead():
             return None
@@ -716,8 +725,8 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         self._drop_ahead()
         self._cache.deallocate()
         self._drop_resident()
-        if self._graphs is not None:
-            self._graphs.drop()
+        for graphs in filter(None, (self._graphs, self._adapted_graphs)):
+            graphs.drop()
         release_gpu_memory()  # the trainer may be another process
 
     def _adapted(self, name: str, source: Decoder | str) -> Decoder:
