@@ -55,8 +55,9 @@ from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, lora_shape
 from lockstep.models.shapes import decoder_shapes, num_elements
 from lockstep.ops.base import Ops
-from lockstep.ops.context import AttentionSpec, PackedContext, PagedContext, to_device
+from lockstep.ops.context import AttentionSpec, PackedContext, PagedContext
 from lockstep.ops.selftest import prove
+from lockstep.ops.transfer import to_device
 from lockstep.types import Request, SamplingParams
 
 ROOT = Path(__file__).parents[2]

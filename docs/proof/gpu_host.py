@@ -1,4 +1,4 @@
-"""What steps ask of a GPU, found without one, for five models and four chips: gpu_host.json.
+"""What steps ask of a GPU, found without one, for six models and four chips: gpu_host.json.
 
 python docs/proof/gpu_host.py        # `make gpu-host`, 4 minutes on two cores
 

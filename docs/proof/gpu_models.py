@@ -1,4 +1,5 @@
-"""Configurations of models that people train, at their real widths. Layers are few: all alike."""
+"""Configurations of models that people train, at their real widths. Layers are few: all alike, but
+every other one of the hybrid has attention (every fourth of the real one)."""
 
 import json
 from pathlib import Path

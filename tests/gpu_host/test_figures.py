@@ -25,7 +25,8 @@ MIXTURES = ["Qwen3-30B-A3B", "gpt-oss-20b"]
 CHIPS = (80, 90, 100, 120)
 INSTRUCTIONS = {80: ("m16n8k16",), 90: ("m64n",), 100: ("tcgen05",), 120: ("m16n8k16",)}
 
-MODELS = [*DENSE, *MIXTURES]
+HYBRID = "Qwen3-Next-80B-A3B"
+MODELS = [*DENSE, *MIXTURES, HYBRID]
 CASES = [(name, chip, "bfloat16") for name in MODELS for chip in CHIPS]
 CASES += [(name, 90, "float32") for name in MODELS]
 
@@ -45,20 +46,25 @@ def case(request, tmp_path_factory):
 
 
 def test_a_decode_step_is_one_copy_one_replay_and_one_read(case):
-    *_, found = case
-    assert found["decode"].pop("captures") == 2  # graphs of 1 row and of 64
-    others = found["decode, top-p"], found["decode, adapters"]
-    assert [steps.pop("captures") for steps in others] == [2, 2]
-    for step in [step for steps in (found["decode"], *others) for step in steps.values()]:
-        assert step["replays"] == step["syncs"] == 1
-        assert step["copies to the GPU"] == step["copies to the host"] == 1
-        assert step["captures"] == step["recompilations"] == 0
-    found["decode"]["captures"] = 2
+    name, *_, found = case
+    for rule in ("decode", "decode, top-p", "decode, adapters"):
+        batches = {batch: step for batch, step in found[rule].items() if batch != "captures"}
+        # Graphs of 1 row and of 64; of a hybrid also of the rows that end a chunk.
+        assert found[rule]["captures"] == 2 or name == HYBRID
+        for batch, step in batches.items():
+            assert step["replays"] == step["syncs"] == 1
+            assert step["copies to the GPU"] == step["copies to the host"] == 1
+            assert step["captures"] <= (name == HYBRID and batch == "64 ragged rows")
+            assert step["recompilations"] == 0
 
 
 def test_ragged_rows_launch_what_equal_rows_do(case):
     name, _, dtype, found = case
     launches = found["launches per layer"]
+    if name == HYBRID:
+        assert launches["1 row"] == launches["64 rows"] <= 140
+        assert launches["64 ragged rows"] <= 200  # some end a chunk
+        return
     assert launches["64 ragged rows"] == launches["64 rows"]
     if dtype == "bfloat16":
         assert set(launches.values()) == {launches["1 row"]}

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import AlignmentError
-from lockstep.ops.context import to_device
+from lockstep.ops.transfer import to_device
 
 Tensor = torch.Tensor
 Int64Array = npt.NDArray[np.int64]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from lockstep.errors import AlignmentError
 from lockstep.observe.parts import PARTS
-from lockstep.ops.context import to_device
+from lockstep.ops.transfer import to_device
 from lockstep.types import MAX_LOGPROB
 
 Tensor = torch.Tensor

@@ -26,7 +26,7 @@ from lockstep.correction.arrays import Values
 from lockstep.correction.layout import Layout
 from lockstep.correction.metrics import CELLS, NUM_CELLS
 from lockstep.observe.parts import PARTS, Partition
-from lockstep.ops.context import to_device
+from lockstep.ops.transfer import to_device
 from lockstep.types import FORCED_LOGPROB
 
 Tensor = torch.Tensor

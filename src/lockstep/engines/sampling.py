@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from lockstep.ops.base import Ops
-from lockstep.ops.context import to_device
+from lockstep.ops.transfer import to_device
 from lockstep.types import Distribution, Int32Array, pack_support
 
 Tensor = torch.Tensor

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from lockstep.ops.base import Counts, Ops, on_host
-from lockstep.ops.context import to_device
+from lockstep.ops.transfer import to_device
 
 Tensor = torch.Tensor
 IntArray = npt.NDArray[np.int64]

@@ -19,7 +19,7 @@ from lockstep.models.decoder import Decoder
 from lockstep.models.lora import Adapter, LowRank, adapted, place_of
 from lockstep.models.lora_config import LoraShape
 from lockstep.models.variants import sharing
-from lockstep.ops.context import to_device
+from lockstep.ops.transfer import to_device
 
 Tensor = torch.Tensor
 

@@ -28,12 +28,12 @@ from lockstep.ops.context import (
     Support,
     sum_dtype,
     take_rows,
-    to_device,
 )
 from lockstep.ops.onednn import PackedWeights, can_pack, packed_linear
 from lockstep.ops.packed import SinkAttention
 from lockstep.ops.paged import PagedKernel, paged_attention
 from lockstep.ops.split import SplitContext, split_attention
+from lockstep.ops.transfer import to_device
 
 Tensor = torch.Tensor
 Context = PackedContext | PagedContext | SplitContext

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from lockstep.ops.contract import BLOCK, CHUNK
+from lockstep.ops.transfer import to_device
 
 Tensor = torch.Tensor
 Indices = npt.NDArray[np.int64]
@@ -101,13 +102,13 @@ class Chunks:
                 start = first - num_before
                 found = np.array([number[chunks[chunk][1]] - start for chunk in level])
                 is_same = len(found) == num_before and (found == np.arange(num_before)).all()
-                parents = None if is_same else torch.from_numpy(found).to(device)
+                parents = None if is_same else to_device(found, device)
             levels.append(Level(slice(first, first + len(level)), parents, num_before))
             first, num_before = first + len(level), len(level)
         return cls(
-            torch.from_numpy(tokens.reshape(-1)).to(device),
-            torch.from_numpy(is_real).to(device),
-            torch.from_numpy(places).to(device),
+            to_device(tokens.reshape(-1), device),
+            to_device(is_real, device),
+            to_device(places, device),
             tuple(levels),
             number[ends],
         )
@@ -354,7 +355,7 @@ class StateStep:
             chunks = Chunks.of(rows, num_tokens - num_rows, device=device)
 
         def on(array: Indices) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+            return to_device(np.ascontiguousarray(array), device)
 
         return cls(
             states,
@@ -371,6 +372,32 @@ class StateStep:
             span,
             None if order is None else on(order),
             None if back is None else on(back),
+        )
+
+    @classmethod
+    def of_rows(
+        cls, states: States, slots: Tensor, offsets: Tensor, full: Tensor, full_slots: Tensor
+    ) -> StateStep:
+        """Rows alone, over tensors of the device whose values may change, as a graph's do. full,
+        full_slots [F]: may name a row that ends no chunk with a slot that nothing reads."""
+        tail, row = states.tails.shape[2], torch.arange(len(slots), device=slots.device)
+        before = row[:, None] * tail + torch.arange(tail, device=slots.device)
+        window = torch.cat([before, len(slots) * tail + row[:, None]], 1)
+        return cls(
+            states,
+            slots,
+            offsets,
+            full=full if len(full) else None,
+            full_slots=full_slots,
+            chunks=None,
+            last_places=slots[:0],
+            taps=window.t(),
+            tails=window[:, 1:],
+            borders=window.index_select(0, full)[:, 1:],
+            bordering=full_slots,
+            span=None,
+            order=None,
+            back=None,
         )
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.ops.chunks import Chunks, StateStep, previous_tokens
+from lockstep.ops.transfer import to_device
 from lockstep.types import Ragged, packed_tokens
 
 Tensor = torch.Tensor
@@ -45,14 +46,6 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
     add to it as they arrive.   Guard: tests/cpu/test_determinism.py
     """
     return F.embedding(index, x.flatten(1)).view(*index.shape, *x.shape[1:])
-
-
-def to_device(array: npt.NDArray[Any], device: torch.device | str) -> Tensor:
-    """`array` on the device; on a GPU by way of pinned memory, so that the host does not wait."""
-    tensor, device = torch.from_numpy(array), torch.device(device)
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from lockstep.ops.chunks import Chunks, Level, StateStep
 from lockstep.ops.context import take_rows
 from lockstep.ops.contract import BLOCK, CHUNK, DELTA_WORK_BYTES
+from lockstep.ops.transfer import to_device
 
 Tensor = torch.Tensor
 Matmul = Callable[[Tensor, Tensor], Tensor]
@@ -325,7 +326,7 @@ def prefill(parts: Sequence[Tensor], *, layer: int, step: StateStep, matmul: Mat
         solved.append(found)
         befores.append(state)
         afters.append(after)
-    ends = torch.from_numpy(chunks.ends).to(v.device)
+    ends = to_device(chunks.ends, v.device)
     is_full = (step.last_places == CHUNK - 1)[:, None, None, None]
     block = step.last_places // BLOCK
     rows = torch.arange(len(ends), device=v.device)

@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.ops.context import MAX_PADDING, AttentionSpec, PackedContext, sum_dtype
+from lockstep.ops.transfer import to_device
 from lockstep.types import Int32Array, Int64Array
 
 Tensor = torch.Tensor
@@ -211,7 +212,7 @@ def _make_layout(context: PackedContext, window: int | None) -> PackedLayout:
         if found:
             context = PackedContext.of_rows(runs, device=context.device)
         for keys, queries in found:
-            at_keys, at_queries = (torch.from_numpy(x).to(context.device) for x in (keys, queries))
+            at_keys, at_queries = (to_device(x, context.device) for x in (keys, queries))
             stems.append(Stem(at_keys, at_queries.split(PIECE_TOKENS)))
     pieces: list[Piece] = []
     chunks: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -309,8 +310,8 @@ def _own_queries(context: PackedContext) -> Iterator[tuple[Piece, Tensor]]:
         index = np.stack([np.pad(rows[i], (0, longest - lengths[i]), mode="edge") for i in chosen])
         place = np.arange(begin, longest)
         is_own = (place >= starts[chosen, None]) & (place < lengths[chosen, None])
-        index_BL = torch.from_numpy(index).to(context.device)
-        yield Piece.of(index_BL[:, begin:], torch.from_numpy(is_own).to(context.device)), index_BL
+        index_BL = to_device(index, context.device)
+        yield Piece.of(index_BL[:, begin:], to_device(is_own, context.device)), index_BL
 
 
 def attend(

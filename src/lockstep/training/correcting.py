@@ -21,7 +21,7 @@ from lockstep.errors import AlignmentError, ContractError
 from lockstep.objectives.aggregation import token_weights
 from lockstep.objectives.config import Aggregate
 from lockstep.objectives.losses import TokenBatch
-from lockstep.ops.context import to_device
+from lockstep.ops.transfer import to_device
 from lockstep.training.packing import PackedBatch
 from lockstep.types import Sample
 

@@ -13,7 +13,7 @@ import torch
 from lockstep.models.decoder import Decoder
 from lockstep.models.moe import Router, Routing
 from lockstep.models.sharding import local_part, part_like
-from lockstep.ops.context import to_device
+from lockstep.ops.transfer import to_device
 from lockstep.training.packing import PackedBatch
 
 Tensor = torch.Tensor

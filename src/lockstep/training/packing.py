@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 
 from lockstep.errors import AlignmentError, ConfigError, TokenError
-from lockstep.ops.context import PackedContext, Support, to_device
+from lockstep.ops.context import PackedContext, Support
+from lockstep.ops.transfer import to_device
 from lockstep.training.forest import plan_forest, share_beginnings, sort_rows
 from lockstep.types import COLUMNS, UNKNOWN_EXPERT, Int64Array, Ragged, Sample, listed_ids
 

@@ -21,6 +21,7 @@ from lockstep.models.adapters import decoder_over
 from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, lora_shape
 from lockstep.ops.context import decode_capacity, plan_work
+from lockstep.ops.contract import CHUNK
 from lockstep.ops.cuda import CudaOps
 
 pytestmark = pytest.mark.filterwarnings(
@@ -92,7 +93,7 @@ def drawn(deltas):
     )
 
 
-SCHEDULES = [("gpt_oss", 8, True), ("latent", 9, False)]
+SCHEDULES = [("gpt_oss", 8, True), ("latent", 9, False), ("hybrid", 10, False)]
 if PROOF:
     SCHEDULES += [(kind, 10 + i, i % 2 == 0) for i in range(6) for kind in ("qwen3", "gpt_oss")]
 
@@ -251,6 +252,21 @@ def test_rows_of_several_adapters_have_a_graph_which_is_captured_anew_when_one_i
     changed = [a != b for a, b in zip(found[0][:4], found[0][4:8], strict=True)]
     assert changed == [True, False, False, True]
     assert capture.num_captures > num_captures > 0 and capture.num_replays > 10
+
+
+def test_rows_with_states_pass_borders_of_chunks_in_a_graph():
+    found, (*engines, capture) = [], make_engines("hybrid", kv_cache_tokens=512)
+    for engine in engines:
+        asked = [request(f"{n}", prompt(n, seed=n), seed=n, max_tokens=8) for n in (58, 60, 60)]
+        asked[2] = replace(asked[2], id="other", seed=1)
+        replies = asyncio.run(play(engine, [(0, each) for each in asked]))
+        ids = np.concatenate([asked[0].prompt_ids, *(d.token_ids for d in replies[0])])
+        goes_on = request("next", np.append(ids, 3), max_tokens=3)
+        replies += asyncio.run(play(engine, [(0, goes_on)]))
+        found.append([drawn(reply) for reply in replies])
+        assert engine.stats["cached_tokens"] >= CHUNK
+    assert found[0] == found[1]
+    assert capture.num_replays > 8 and capture.num_captures >= 3  # none, one, two rows at a border
 
 
 def test_sizes_of_graphs_are_powers_of_two_and_then_eights():

@@ -31,7 +31,8 @@ from lockstep.engines.sampling import (
 )
 from lockstep.ops.base import Ops
 from lockstep.ops.chunks import StateStep
-from lockstep.ops.context import PagedContext, ResidentRows, fed_positions, to_device
+from lockstep.ops.context import PagedContext, ResidentRows, fed_positions
+from lockstep.ops.transfer import to_device
 from lockstep.types import Float32Array, Int32Array, Routes
 
 Tensor = torch.Tensor

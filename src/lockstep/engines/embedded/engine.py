@@ -55,8 +55,8 @@ from lockstep.models.lora_config import product_shapes
 from lockstep.models.moe import Routing
 from lockstep.models.peft_io import read_adapter
 from lockstep.ops.base import Ops
-from lockstep.ops.context import to_device
 from lockstep.ops.selftest import adapter_failure, fingerprint
+from lockstep.ops.transfer import to_device
 from lockstep.types import (
     Delta,
     FinishReason,
@@ -120,7 +120,7 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         self._graphs = self._adapted_graphs = None
         if make_capture is None and device.type == "cuda" and config.cuda_graphs:
             make_capture = CudaGraphs
-        if make_capture is not None and model.ops.reads_work(device) and shape.linear is None:
+        if make_capture is not None and model.ops.reads_work(device):
             over = self._rows, self._cache, make_capture
             self._graphs, self._adapted_graphs = (
                 DecodeGraphs(*over),
@@ -422,9 +422,9 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
 
     def _launch_ahead(self, draws: PendingDraws, places: np.ndarray) -> PendingDraws | None:
         """Begins the step after `draws`; `places` has the index of each row's draw. None if the
-        rows may change, or do not draw inside a graph."""
+        rows may change, do not draw inside a graph, or have states, which cannot be taken back."""
         rows, graphs = self._rows, self._graphs_of_rows()
-        if graphs is None or graphs.captured_rule() is None:
+        if graphs is None or graphs.captured_rule() is None or self._cache.states is not None:
             return None
         if not self._scheduler.plan_ahead():
             return None

@@ -22,8 +22,9 @@ import numpy.typing as npt
 import torch
 
 from lockstep.engines.embedded.state_cache import StateCache
-from lockstep.ops.context import KEY_BLOCK, planes_of, to_device
+from lockstep.ops.context import KEY_BLOCK, planes_of
 from lockstep.ops.contract import CHUNK
+from lockstep.ops.transfer import to_device
 from lockstep.types import Routes, route_dtype
 
 Ids = npt.NDArray[np.int32]

@@ -20,7 +20,7 @@ import torch
 from lockstep.engines.embedded.batch import BatchRows, PrefillChunk
 from lockstep.engines.sampling import sample_groups, uniforms
 from lockstep.ops.base import Ops
-from lockstep.ops.context import to_device
+from lockstep.ops.transfer import to_device
 from lockstep.types import Float32Array, Int32Array
 
 NGRAM = 3

@@ -29,6 +29,8 @@ class StateCache:
         """like: a tensor with the dtype and device of the states' tails."""
         self._shape, self._dtype, self._device = shape, like.dtype, like.device
         self._num_running, self._num_kept = num_running, num_kept
+        self.unread_slot = num_running
+        """For the rows that fill up the batch of a graph."""
         self._kept: OrderedDict[Hashable, int] = OrderedDict()
         """Key -> kept state, the least recently used first."""
 
@@ -37,7 +39,7 @@ class StateCache:
         at = self._shape
         self.states = States.zeros(
             len(at.layers),
-            self._num_running,
+            self._num_running + 1,
             heads=(at.key_heads, at.value_heads),
             widths=(at.key_dim, at.value_dim),
             tail=(at.conv_width - 1, at.channels),
@@ -104,6 +106,6 @@ class StateCache:
 
     def clear_free_slots(self) -> None:
         """Zeroes the unused slots, after a sequence with values that were not finite."""
-        free = torch.tensor(self._free, dtype=torch.int64, device=self._device)
+        free = torch.tensor([*self._free, self.unread_slot], dtype=torch.int64, device=self._device)
         for field in fields(States):
             getattr(self.states, field.name).index_fill_(1, free, 0)

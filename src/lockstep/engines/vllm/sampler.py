@@ -26,7 +26,7 @@ from vllm.v1.sample.sampler import Sampler
 from lockstep.engines.sampling import DrawRule, group_rows, sample_groups, stream_of, uniforms
 from lockstep.engines.vllm.plugin import DISTRIBUTION, SEED, SUPPORT
 from lockstep.models.decoder import Decoder
-from lockstep.ops.context import to_device
+from lockstep.ops.transfer import to_device
 from lockstep.types import Int32Array
 
 
