@@ -4,6 +4,7 @@
                                           (hours; goes on where it stopped), then the short ones
     python docs/proof/claims.py --quick   the short ones alone (`make claims-quick`): fails if a
                                           verdict is another than before
+    ... --quick MEASURE ...               some of them, whose figures replace the stored ones
     python docs/proof/claims.py --judge   run nothing: the verdicts anew, from stored figures
 
 claims.toml beside this file has the claims and what each is compared with. One rule judges all
@@ -273,7 +274,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--quick", nargs="*", metavar="MEASURE", help="the short ones, or some")
+    kinds.add_argument("--quick", nargs="*", metavar="MEASURE", help="the short ones, or some anew")
     kinds.add_argument("--judge", action="store_true", help="run nothing")
     options = parser.parse_args()
     every = measures()
@@ -296,7 +297,7 @@ def main() -> int:
         if before.get(claim["claim"], claim["verdicts"]) != claim["verdicts"]
     ]
     print(*changed, sep="\n")
-    if options.quick is not None and changed:
+    if options.quick == [] and changed:
         print(f"{len(changed)} verdicts changed: {RESULTS.name} is left as it is")
         return 1
     document = {"command": "python docs/proof/claims.py", "claims": claims, "figures": figures}

@@ -152,7 +152,7 @@ class DecodeGraphs:
         """Frees the memory of all graphs."""
         self._replays.clear()
         self._rules.clear()
-        self._read = ()
+        self._read, self._shapes = (), []
 
     def run(
         self, model: Decoder, *, drawn_ids: Tensor | None = None
