@@ -23,13 +23,13 @@ import threading
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from lockstep.agent.json_schema import schema_problem, simplified
 from lockstep.agent.tools import Tool, ToolFailure, ToolOutput
 from lockstep.config import did_you_mean
 from lockstep.errors import ConfigError, LockstepError, ToolServerError, require_package
+from lockstep.launch import keeper
 
 T = TypeVar("T")
 
@@ -43,7 +43,6 @@ PING_SECONDS = 5.0
 """Seconds within which a server that was too slow for a call must answer another request, unless
 calls have less."""
 TAIL_BYTES = 500
-KEEPER = Path(__file__).with_name("mcp_keeper.py")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +275,9 @@ async def _client_of(address: ServerAddress, errors: TextIO) -> AsyncIterator[An
             command = shlex.split(address.command)
             command[0] = sys.executable if command[0] == "python" else command[0]
             if sys.platform == "linux" and shutil.which(command[0]):
-                command = [sys.executable, "-I", "-S", str(KEEPER), *command]
+                # Without a grace period: the SDK has closed the server's input and waited.
+                keeping = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), "0"]
+                command = [*keeping, *command]
             parameters = StdioServerParameters(
                 command=command[0],
                 args=command[1:],

@@ -9,21 +9,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lockstep.children import LoggedProcess
-from lockstep.engines import guard
+from lockstep.launch import keeper
 
 _ERROR = re.compile(r"\b\w*(?:Error|Exception)\b: \S")
 """The last line of a Python traceback, which names the error."""
 
-END_SECONDS = guard.GRACE_SECONDS + 5.0
-"""Time that a server has to end; then it is killed."""
+GRACE_SECONDS = 10.0
+"""Time that a server has to end by itself; then it is killed."""
 
 
 class ServerProcess(LoggedProcess):
     """One server and the processes that it starts, in a session of their own.
 
-    It ends with `stop`, and with this process, even if that is killed: a guard watches (see
-    `guard`). `lockstep.children` is for children that answer over pipes; a server answers over HTTP
-    and logs to a file. log: file for its output, overwritten.
+    It ends with `stop`, and with this process, even if that is killed: `launch.keeper` watches.
+    `lockstep.children` is for children that answer over pipes; a server answers over HTTP and logs
+    to a file. log: file for its output, overwritten.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -38,8 +38,9 @@ class ServerProcess(LoggedProcess):
         """environment: all variables of the server; None: this process's own."""
         self.command = list(command)
         log.unlink(missing_ok=True)
-        guarded = [sys.executable, guard.__file__, str(os.getpid()), *command]
-        super().__init__(guarded, name="the server", log=log, environment=environment)
+        keeping = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid())]
+        kept = [*keeping, str(GRACE_SECONDS), *command]
+        super().__init__(kept, name="the server", log=log, environment=environment)
 
     def why_ended(self, seconds: float = 0.0) -> str:
         """Empty if it still runs after `seconds`; else the first error in its log, which causes the
@@ -57,4 +58,4 @@ class ServerProcess(LoggedProcess):
         """Ends the whole group and waits until it is gone. A second call does nothing."""
         if self.is_running:
             self._process.terminate()
-        self.end(seconds=END_SECONDS)
+        self.end(seconds=GRACE_SECONDS + 5.0)

@@ -11,7 +11,9 @@ STARTS_PROGRAMS = {
     "Popen", "check_call", "check_output", "create_subprocess_exec", "create_subprocess_shell",
     "system", "popen", "posix_spawn", "execv", "execve", "fork",
 }  # fmt: skip
-READS_OBJECTS = {"pickle.load", "pickle.loads", "marshal.loads", "sympify", "parse_expr"}
+WHOLE_NAMES = {
+    "subprocess.run", "pickle.load", "pickle.loads", "marshal.loads", "sympify", "parse_expr",
+}  # fmt: skip
 WORDS = re.compile(
     rf"\b({'|'.join([*RUNS_CODE, *STARTS_PROGRAMS])})\s*\("
     "|subprocess|pickle|marshal|sympify|parse_expr"
@@ -20,14 +22,13 @@ WORDS = re.compile(
 KNOWN = {
     "agent/sandbox": "the sandboxes themselves",
     "children.py": "programs of the package, by a command of its own",
-    "engines/guard.py": "ends the processes of an engine's server",
-    "engines/server_process.py": "an engine's server, by a command of the config",
     "envs/programs/program.py": "an agent of the user's, by a command of the config",
     "engines/vllm/model.py": "the ops of the trainer, which hands them to the vLLM that it starts",
+    "launch/keeper.py": "an engine's server or a tool's server, by a command of the config",
     "launch/gpu.py": "nvidia-smi, which names the processes on a card",
     "launch/ray.py": "objects of this run's own processes",
     "launch/workers.py": "objects of this run's own processes, and those processes",
-    "renderers/jinja/template.py": "a model's chat template, sandboxed, in a process with limits",
+    "models/gguf.py": "pip, which downloads a wheel of the package's own table",
     "store/run.py": "git, for the commit of a run",
 }
 """Who may, and what it is that they run. Never what a model wrote, the first one apart."""
@@ -39,17 +40,14 @@ def calls(path: Path) -> set[str]:
     if not WORDS.search(text):  # most files: parsing all of them takes seconds
         return found
     for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
+        func = node.func if isinstance(node, ast.Call) else None
+        func = func.value if isinstance(func, ast.Subscript) else func  # Popen[bytes](...)
+        if not isinstance(func, ast.Name | ast.Attribute):
             continue
-        name = ast.unparse(node.func)
+        name = ast.unparse(func)
         last = name.split(".")[-1]
-        is_builtin = isinstance(node.func, ast.Name) or last not in ("compile", "eval")
-        if (
-            (last in RUNS_CODE and is_builtin)
-            or last in STARTS_PROGRAMS
-            or name in READS_OBJECTS
-            or name == "subprocess.run"
-        ):
+        is_builtin = isinstance(func, ast.Name) or last not in ("compile", "eval")
+        if (last in RUNS_CODE and is_builtin) or last in STARTS_PROGRAMS or name in WHOLE_NAMES:
             found.add(name)
     return found
 
