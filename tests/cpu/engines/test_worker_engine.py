@@ -161,7 +161,7 @@ def test_an_engine_that_cannot_be_made_says_why(context, tmp_path):
         make_engine(CONFIG, broken)
     with pytest.raises(CapabilityError, match="runs the decoder, and cannot run a dict"):
         make_engine(CONFIG, replace(context, model={}))
-    with pytest.raises(ConfigError, match=r"engine\.replicas=-1"):
+    with pytest.raises(ConfigError, match=r"EmbeddedConfig\.replicas=-1"):
         EmbeddedConfig(replicas=-1)
 
 
