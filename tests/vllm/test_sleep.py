@@ -129,8 +129,6 @@ CAN = Capabilities(
 
 
 class OverHttp(VllmWire):
-    keeps_labels = False
-
     def __init__(self, engine):
         HttpWire.__init__(self, Server(engine), context=None)
         self.server, self._why_not_in_place, self.capabilities = None, "", CAN

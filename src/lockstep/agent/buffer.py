@@ -31,6 +31,7 @@ from typing import Any, TypeVar
 import torch
 
 from lockstep.agent.tasks import DifficultySource, TaskSource, plain_state
+from lockstep.launch.background import Background
 from lockstep.launch.ranks import Ranks
 from lockstep.launch.threads import in_thread
 from lockstep.types import Group, Task
@@ -140,6 +141,7 @@ class Buffer:
     """Told how many episodes of how many tasks the batch has that is waited for."""
     _begun: dict[int, _Sampling] = field(default_factory=dict, init=False)
     """Step -> batch: complete for the step in training, in progress for later steps."""
+    _jobs: Background = field(default_factory=Background, init=False)
     _saved: dict[int, Mapping[str, Any]] = field(default_factory=dict, init=False)
     """Step -> state of the task stream, for batches that had begun when a checkpoint was saved."""
     _next: Mapping[str, Any] | None = field(default=None, init=False)
@@ -236,10 +238,7 @@ class Buffer:
 
     async def close(self) -> None:
         """Cancels all batches in progress and closes their environments."""
-        jobs = [batch.job for batch in self._begun.values() if batch.job is not None]
-        for job in jobs:
-            job.cancel()
-        await asyncio.gather(*jobs, return_exceptions=True)
+        await self._jobs.cancel()
 
     def _begin(self, step: int, play: Play) -> None:
         if step in self._saved:
@@ -251,7 +250,7 @@ class Buffer:
         own = own_tasks(self.ranks, tasks)
         batch = self._begun[step] = _Sampling(tasks, own, before, time.perf_counter())
         if tasks:
-            batch.job = asyncio.create_task(self._sample(step, batch, play))
+            batch.job = self._jobs.start(self._sample(step, batch, play))
 
     def _go_on(self) -> None:
         """Continues with the batches that had not begun when the state was saved."""

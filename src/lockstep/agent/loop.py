@@ -56,7 +56,7 @@ from lockstep.engines.base import Capabilities, Engine
 from lockstep.errors import ConfigError, DataError
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.large_texts import TextTooLargeError
-from lockstep.types import Group, Int32Array, Message, SamplingParams, Task, ToolSchema, Trajectory
+from lockstep.types import Group, Message, SamplingParams, Task, ToolSchema, Trajectory
 
 if TYPE_CHECKING:
     from lockstep.agent.gateway.server import GatewayServer
@@ -169,8 +169,6 @@ class _Episode:
     """Reason of the branch that the next turn begins; see `Segment.reason`."""
     leaf: int | None = None
     """The segment that ends the path."""
-    path_ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
-    """Ids of the path up to `leaf`."""
     pending: list[Observed] = field(default_factory=list[Observed])
     """Ids after `leaf`, which are recorded with the next turn."""
     turn_ends: list[int] = field(default_factory=list[int])
@@ -252,12 +250,11 @@ class _Episode:
         except TextTooLargeError as error:
             self._fail_for_room(f"at least {error.num_tokens}")
             return tools
-        self.path_ids = np.asarray(ids, np.int32)
         count(trajectory, "tokens/encoded", len(ids))
         if len(ids) >= self.sampler.max_tokens:
             self._fail_for_room(str(len(ids)))
         else:
-            self.leaf = trajectory.observe(self.path_ids, messages=messages)
+            self.leaf = trajectory.observe(np.asarray(ids, np.int32), messages=messages)
         return tools
 
     def _fail_for_room(self, num_tokens: str) -> None:
@@ -275,11 +272,11 @@ class _Episode:
             fork = fork_without_thinking(trajectory, self.leaf, renderer)
             if fork is not None:
                 self.leaf, self.pending = fork
-                self.path_ids, turn_ids = trajectory.path_ids(self.leaf), self.pending[-1].ids
+                turn_ids = self.pending[-1].ids
                 self.reason = "dropped_thinking"
                 count(trajectory, "branches/dropped_thinking")
         limit, bound = self.sampler.max_tokens, ""
-        needed = len(self.path_ids) + sum(len(part.ids) for part in self.pending)
+        needed = len(trajectory.path_ids(self.leaf)) + sum(len(part.ids) for part in self.pending)
         try:
             ids = await self.sampler.encoded(partial(renderer.extend, turn_ids.tolist(), messages))
             count(trajectory, "tokens/encoded", len(ids))
@@ -378,7 +375,7 @@ class _Episode:
         """Names the budget that ends the episode after `reply`, or returns ""."""
         if reply.finish_reason == "abort" or time.monotonic() >= deadline:
             return self._out_of_time
-        if len(self.path_ids) >= self.sampler.max_tokens:
+        if len(self.trajectory.path_ids(self.leaf)) >= self.sampler.max_tokens:
             return f"max_tokens: all {self.sampler.max_tokens} are used"
         if reply.finish_reason == "length" and not self.budget.continue_cut_turns:
             return f"max_turn_tokens: turn {turn} was cut at {len(reply.ids)} tokens"
@@ -387,7 +384,8 @@ class _Episode:
         return ""
 
     async def _sample(self, turn: int, deadline: float, tools: Sequence[ToolSchema]) -> Turn:
-        ids = np.concatenate([self.path_ids, *(part.ids for part in self.pending)])
+        path_ids = self.trajectory.path_ids(self.leaf)
+        ids = np.concatenate([path_ids, *(part.ids for part in self.pending)])
         record = partial(self.sampler.observe, self.leaf, self.pending, reason=self.reason)
         try:
             reply = await self.sampler.sample(
@@ -402,11 +400,9 @@ class _Episode:
             if self.stage == "engine.generate" and not isinstance(error, OutOfTime):
                 record()  # shows the prompt that the engine failed on
             raise
-        self.leaf, self.path_ids = reply.leaf, np.concatenate([ids, reply.ids])
+        self.leaf = reply.leaf
         self.turn_ends.append(reply.leaf)
         self._rescore(reply.leaf)
-        count(self.trajectory, "turns")
-        count(self.trajectory, "parse_errors", bool(reply.message.parse_error))
         return reply
 
     # -- the end ------------------------------------------------------------------------------

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lockstep.agent.background import Background
 from lockstep.engines.base import Engine, Scores
 from lockstep.errors import EngineError
+from lockstep.launch.background import Background
 from lockstep.types import Distribution, Int32Array, Rescorings, Trajectory
 
 RESCORING_PRIORITY = 1 << 20  # after whatever is sampled, of later batches too

@@ -189,6 +189,8 @@ class TurnSampler:
         message = renderer.parse(ids.tolist())
         on_stage("the sampled reply")
         leaf = self._record(request, pieces, prompt, message)
+        count(self.trajectory, "turns")
+        count(self.trajectory, "parse_errors", bool(message.parse_error))
         return Turn(leaf, ids, message, finish_reason, pieces[-1].stop)
 
     def _request(

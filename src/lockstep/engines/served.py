@@ -39,6 +39,7 @@ from lockstep.engines.ledger import (
     seed_after,
 )
 from lockstep.errors import CapabilityError, EngineError, ServerUnreachableError
+from lockstep.launch.background import Background
 from lockstep.models.peft_format import is_adapter
 from lockstep.types import (
     MAX_LOGPROB,
@@ -106,8 +107,6 @@ class Wire(Protocol):
     capabilities: Capabilities
     sent_bytes: int = 0
     """Bytes of weights that all loads have sent over the wire; a directory has none."""
-    keeps_labels: bool = False
-    """The server stores a text beside its weights: `read_label` and `write_label` work."""
 
     def generate(self, request: Request) -> AsyncIterator[AnswerChunk]:
         """Makes one call. `request.id` is unique among all calls, its max_tokens is the length left
@@ -188,13 +187,13 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
     EVENTS = ("failed_requests", "retries", "dropped_tokens", "sent_bytes")
 
     def __init__(self, wire: Wire, *, lease: Lease | None = None) -> None:
-        """lease: the run's claim to the server; kept if the wire keeps labels."""
+        """lease: the run's claim to a server that stores a text beside its weights."""
         super().__init__()
         self.wire = wire
-        self._lease = lease if wire.keeps_labels else None
+        self._lease = lease
         self._calls: dict[asyncio.Task[Any], _ServedEntry | None] = {}
         """Running calls, and the request that each is for; None for scores."""
-        self._aborts: set[asyncio.Task[None]] = set()
+        self._aborts = Background()
         self._adapters: dict[str, tuple[str, int]] = {}
         """Adapter -> (name on the server, version). New tensors get a new name, because the server
         caches prefixes by name."""
@@ -703,9 +702,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
         assert reply.task is not None, "started"
         reply.task.cancel()
         if reply.call_id:  # the server notices a closed connection in its own time
-            sending = asyncio.get_running_loop().create_task(self._send_abort(reply.call_id))
-            self._aborts.add(sending)
-            sending.add_done_callback(self._aborts.discard)
+            self._aborts.start(self._send_abort(reply.call_id))
 
     async def _send_abort(self, call_id: str) -> None:
         with contextlib.suppress(EngineError):  # a server that is gone has ended the call as well

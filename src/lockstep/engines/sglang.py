@@ -53,7 +53,6 @@ def _entries(about: Mapping[str, Any], name: str) -> tuple[list[int], list[float
 class SGLangWire(HttpWire):
     """`Wire` to one SGLang server."""
 
-    keeps_labels = True
     ping_path = "/model_info"
     adapter_routes = ("/load_lora_adapter", "/unload_lora_adapter")
     label_options: ClassVar[Mapping[str, Any]] = {"abort_all_requests": False}

@@ -98,12 +98,6 @@ class WeightChange:
         return {group: names for group, names in out.items() if names}
 
     @contextmanager
-    def made(self, names: Iterable[str]) -> Generator[None]:
-        """Changes these parameters within the block."""
-        with self.turned(set(names) - self.changed):
-            yield
-
-    @contextmanager
     def turned(self, names: Iterable[str]) -> Generator[None]:
         """Flips the state of these parameters within the block: changed ones are restored, others
         changed."""

@@ -165,7 +165,7 @@ class Qualifier:
 
     async def run(self, version: int) -> Qualification:
         """Runs the test. Trainer and engine end with the true weights, as `version`."""
-        with self.change.made(self.change.names):
+        with self.change.turned(self.change.names):
             changed = await self._stages(CHANGED_VERSION)
         restored = await self._stages(version)
         every = {
@@ -208,7 +208,7 @@ class Qualifier:
         is_changed = changed.gap >= restored.gap
         theirs = (changed if is_changed else restored).theirs
         groups = self.change.groups()
-        with self.change.made(self.change.names if is_changed else ()):
+        with self.change.turned(self.change.names if is_changed else ()):
             gap, old = min(self._search(theirs, ()), self._search(theirs, groups))
         if gap > EXPLAINED * found.change:
             return found

@@ -14,9 +14,9 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from lockstep.agent.background import Background
 from lockstep.agent.gateway.reading import Value
 from lockstep.errors import RunError
+from lockstep.launch.background import Background
 from lockstep.tinker.checkpoints import SCHEME, SEGMENTS, check_ttl
 from lockstep.tinker.journal import Accepted, Checkpoint, Session, Trained
 from lockstep.tinker.models import Models, adapter_of

@@ -27,8 +27,6 @@ class Server:
 class LabelledWire(EngineWire):
     """A client of it. tells: answers carry the label."""
 
-    keeps_labels = True
-
     def __init__(self, server, *, tells=True):
         super().__init__(server.engine, change=self.with_label if tells else lambda chunk: chunk)
         self.server = server

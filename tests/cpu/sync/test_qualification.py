@@ -53,7 +53,7 @@ def is_same(before, model):
 def test_a_change_alters_every_tensor_and_is_undone_bit_for_bit(name, dtype):
     model = make_trainer(name, dtype=dtype).model
     before, change = bits(model), WeightChange(model)
-    with change.made(change.names):
+    with change.turned(change.names):
         after = bits(model)
         assert not [n for n in before if torch.equal(before[n], after[n])]
         with change.turned(change.names[:3]):
@@ -71,7 +71,7 @@ def test_a_change_of_an_adapter_that_adds_nothing_yet_adds_half_of_a_weight():
     assert list(change.groups()) == ["adapter"]
     adapter = model.layers[0].attention.qkv_proj.lora
     weight = model.layers[0].attention.qkv_proj.weight
-    with change.made(change.names):
+    with change.turned(change.names):
         share = adapter.delta().square().mean().sqrt() / weight.square().mean().sqrt()
         assert 0.2 < share < 1
         experts = model.layers[0].mlp.down_lora.delta()

@@ -27,7 +27,6 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from lockstep.agent.background import Background
 from lockstep.agent.gateway import chat, messages, responses
 from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
@@ -43,6 +42,7 @@ from lockstep.agent.gateway.reading import (
 )
 from lockstep.agent.gateway.registry import SessionRegistry
 from lockstep.agent.gateway.session import GatewaySession
+from lockstep.launch.background import Background
 from lockstep.renderers.base import Renderer
 from lockstep.types import Task, Trajectory
 

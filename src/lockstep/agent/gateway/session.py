@@ -25,7 +25,6 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from lockstep.agent.background import Background
 from lockstep.agent.gateway.drafts import Draft, Drafts
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest, client_message
 from lockstep.agent.gateway.reading import Dialogues
@@ -44,6 +43,7 @@ from lockstep.agent.turns import (
 )
 from lockstep.engines.grammar import grammar_problem
 from lockstep.errors import ConfigError, EngineDownError, EngineError, MissingExtraError
+from lockstep.launch.background import Background
 from lockstep.renderers.base import Constraining, Constraint
 from lockstep.renderers.large_texts import TextTooLargeError
 from lockstep.types import Int32Array, SamplingParams
@@ -369,8 +369,6 @@ class GatewaySession:
                 before.is_retried = True
         self._tree.add(answer)
         self._exhausted = ""
-        count(self.trajectory, "turns")
-        count(self.trajectory, "parse_errors", bool(turn.message.parse_error))
         count(self.trajectory, "gateway/reused_tokens", num_reused_tokens)
         if reason:
             count(self.trajectory, f"branches/{reason}")

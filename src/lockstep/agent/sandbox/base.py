@@ -11,8 +11,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
-from lockstep.agent.background import Background
 from lockstep.config import ABOVE_0, Checked, at_least
+from lockstep.launch.background import Background
 
 Ending = Literal["ok", "error", "timeout", "memory", "output", "refused", "crashed"]
 """How a program ended. error: it raised, or is not Python. output: its output was cut at the limit

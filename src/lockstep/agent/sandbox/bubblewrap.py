@@ -12,20 +12,18 @@ import platform
 import re
 import shutil
 import struct
-import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
-from lockstep.agent.sandbox.process import Launch, _ProcessConfig, inside_arguments
+from lockstep.agent.sandbox.process import Launch, _ProcessConfig, inside_arguments, said_by
 from lockstep.errors import ConfigError
 from lockstep.tables import tables_beside
 
-PROBE_SECONDS = 60.0
 MIN_VERSION = (0, 7)
 """First version with `--size`."""
 NOBODY = 65534
@@ -95,12 +93,12 @@ def require_bwrap(command: str) -> str:
     if not sys.platform.startswith("linux") or platform.machine() not in TABLES:
         known = " or ".join(sorted(TABLES))
         raise ConfigError(f"sandbox=bwrap needs Linux on {known}. Use monty or container.")
-    said = _said_by(found, "--version").stdout
+    said = said_by(found, "--version").stdout
     version = tuple(int(part) for part in re.findall(r"\d+", said)[:2])
     if version < MIN_VERSION:
         needed = "bubblewrap 0.7 or newer is needed, to bound written files"
         raise ConfigError(f"sandbox.command: {found} says {said.strip()!r}; {needed}.")
-    done = _said_by(found, "--unshare-all", "--ro-bind", "/", "/", "--", "/bin/true")
+    done = said_by(found, "--unshare-all", "--ro-bind", "/", "/", "--", "/bin/true")
     if done.returncode != 0:
         raise ConfigError(
             f"sandbox=bwrap: {found} cannot isolate a process here: {done.stderr.strip()[:500]} "
@@ -110,15 +108,9 @@ def require_bwrap(command: str) -> str:
     return found
 
 
-def _said_by(*command: str) -> subprocess.CompletedProcess[str]:
-    """What a short command printed."""
-    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": PROBE_SECONDS}
-    return subprocess.run(command, check=False, **options)
-
-
 def _linked_with(binaries: Sequence[str]) -> tuple[dict[str, str], str]:
     """(soname -> path, dynamic linker) of all `binaries`."""
-    listed = _said_by("ldd", *binaries)
+    listed = said_by("ldd", *binaries)
     libraries: dict[str, str] = {}
     loader = ""
     for line in listed.stdout.splitlines():

@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import secrets
 import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from lockstep.agent.sandbox.process import Launch, _ProcessConfig, inside_arguments
+from lockstep.agent.sandbox.process import Launch, _ProcessConfig, inside_arguments, said_by
 from lockstep.children import own_variables
 from lockstep.config import ABOVE_0
 from lockstep.errors import ConfigError
 
-ASK_SECONDS = 30.0
+NOBODY = 65534
 RUNTIME_PROCESSES = 16
 """Processes that starting a container takes, on top of the program's."""
-NOBODY = 65534
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,20 +69,10 @@ def require_image(command: str, image: str) -> None:
     if (found := shutil.which(command)) is None:
         text = f"sandbox.command={command!r} is not found. Install docker or podman"
         raise ConfigError(f"{text}, or give its path.")
-    asked = f"`{command} image inspect {image}`"
-    try:
-        done = subprocess.run(
-            [found, "image", "inspect", image],
-            capture_output=True,
-            text=True,
-            timeout=ASK_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        text = f"sandbox=container: {asked} does not answer in {ASK_SECONDS:g} s."
-        raise ConfigError(f"{text} Is its server well?") from None
+    done = said_by(found, "image", "inspect", image)
     if done.returncode != 0:
-        text = f"sandbox=container: {asked} fails: {done.stderr.strip()[:500]}"
+        text = f"sandbox=container: `{command} image inspect {image}` fails: "
+        text += done.stderr.strip()[:500]
         raise ConfigError(f"{text} If the image is missing: {command} pull {image}")
 
 

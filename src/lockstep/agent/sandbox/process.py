@@ -15,13 +15,13 @@ import math
 import os
 import secrets
 import signal
+import subprocess
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
-from lockstep.agent.background import Background
 from lockstep.agent.sandbox.base import (
     ENDINGS,
     MAX_ERROR_CHARS,
@@ -32,9 +32,12 @@ from lockstep.agent.sandbox.base import (
     SandboxLimits,
 )
 from lockstep.config import at_least
-from lockstep.errors import SandboxError
+from lockstep.errors import ConfigError, SandboxError
+from lockstep.launch.background import Background
 from lockstep.system import signal_tree
 
+ASK_SECONDS = 60.0
+"""Longest wait for a command that tells about this machine."""
 START_SECONDS = 30.0
 """Seconds for a process to start, before it has a program."""
 COMPLAINT_SECONDS = 2.0
@@ -111,6 +114,16 @@ def inside_arguments(config: _ProcessConfig, *, has_group: bool) -> list[str]:
     source = importlib.resources.files("lockstep.agent.sandbox").joinpath("inside.py").read_text()
     order = {"limits": rlimits, "output_bytes": max_printed_bytes(limits)}
     return ["-c", source, json.dumps(order)]
+
+
+def said_by(*command: str, seconds: float = ASK_SECONDS) -> subprocess.CompletedProcess[str]:
+    """What a short command printed. Raises ConfigError if it does not end within `seconds`."""
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": seconds}
+    try:
+        return subprocess.run(command, check=False, **options)
+    except subprocess.TimeoutExpired:
+        text = f"sandbox: `{' '.join(command)[:200]}` does not answer in {seconds:g} s."
+        raise ConfigError(f"{text} Does it in a terminal? Is its server well?") from None
 
 
 def max_printed_bytes(limits: SandboxLimits) -> int:

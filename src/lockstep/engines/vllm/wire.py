@@ -171,7 +171,6 @@ def _counts_cached(client: HttpClient) -> bool:
 class VllmWire(HttpWire):
     """`Wire` to one vLLM server. server: the process, if the run has started it."""
 
-    keeps_labels = True
     adapter_routes = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
     def __init__(

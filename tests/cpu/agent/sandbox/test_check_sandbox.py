@@ -16,6 +16,7 @@ from lockstep.agent.sandbox.base import ProgramResult, SandboxConfig, SandboxLim
 from lockstep.agent.sandbox.bubblewrap import BubblewrapConfig, require_bwrap
 from lockstep.agent.sandbox.container import ContainerConfig
 from lockstep.agent.sandbox.monty import MontyConfig
+from lockstep.agent.sandbox.process import said_by
 from lockstep.config import choices
 from lockstep.errors import ConfigError, SandboxError
 from lockstep.testing.check_sandbox import check_sandbox
@@ -188,6 +189,8 @@ def test_a_host_that_forbids_namespaces_is_named(tmp_path):
     fake.write_text("#!/bin/sh\necho bubblewrap 0.4.1\n")
     with pytest.raises(ConfigError, match=r"0\.7"):
         BubblewrapConfig(command=str(fake)).check()
+    with pytest.raises(ConfigError, match="`sleep 60` does not answer"):
+        said_by("sleep", "60", seconds=0.1)
 
 
 @pytest.mark.skipif(bool(why_no_bwrap()), reason="bubblewrap is not installed")
