@@ -175,8 +175,8 @@ def examine(
     whole = out.gap.k2 or 1.0
     for tally in tallies:
         out.findings += tally.findings(missing[tally.fact.name])
-        for cause, gap in tally.gaps.items():
-            share = min(max(gap.k2 / whole, 0.0), 1.0)
+        for cause, count in tally.counts.items():
+            share = min(max(count.gap.k2 / whole, 0.0), 1.0)
             out.shares.append(Share(cause=cause, k2=share, least=share, most=share))
     rows = sample.rows()
     lacks = set(SIDES.values()) - known

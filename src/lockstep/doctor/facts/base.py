@@ -6,8 +6,8 @@ are recorded. Tokens that contradict something lose their gap: that is the share
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -96,20 +96,59 @@ def fact(name: str, *, claim: str, needs: tuple[str, ...] = ()) -> Callable[[Loo
     return register
 
 
+class Places:
+    """Places of a chunk, collected one by one into one contradiction per cause and note."""
+
+    def __init__(self, **options: Any) -> None:
+        """options: fields of each `Contradiction`, unless `add` says otherwise."""
+        self._options = options
+        self._found = defaultdict[Any, list[tuple[int, int, list[int]]]](list)
+        """(cause, note, options of `Contradiction`) -> (begin, end, expected ids)."""
+
+    def add(
+        self, cause: str, note: str, begin: int, end: int, ids: Iterable[Any] = (), **options: Any
+    ) -> None:
+        """ids: what should be there."""
+        key = cause, note, tuple((self._options | options).items())
+        self._found[key].append((begin, max(end, begin + 1), [int(i) for i in ids]))
+
+    def all(self) -> Iterator[Contradiction]:
+        for (cause, note, options), found in self._found.items():
+            begin, end, ids = zip(*found, strict=True)
+            expected = ids if any(ids) else ()
+            yield Contradiction(cause, note, begin, end, expected=expected, **dict(options))
+
+
+@dataclass(kw_only=True)
+class _Count:
+    """The contradictions of one fact by one cause so far."""
+
+    note: str
+    basis: Basis
+    places: int = 0
+    rows: int = 0
+    gap: Gap = field(default_factory=Gap)
+    """Sums of the gap that the repair removes."""
+    evidence: list[Evidence] = field(default_factory=list[Evidence])
+    """The longest places."""
+
+    def add(self, rows: Rows, one: Contradiction) -> None:
+        begin, end = np.asarray(one.begin), np.asarray(one.end)
+        self.places += len(begin)
+        for i in np.argsort(begin - end, kind="stable")[:MAX_EVIDENCE].tolist():
+            ids = one.expected[i] if one.expected else ()
+            self.evidence.append(evidence_at(rows, int(begin[i]), int(end[i]), one.note, ids))
+        self.evidence.sort(key=lambda piece: piece.begin - piece.end)
+        del self.evidence[MAX_EVIDENCE:]
+
+
 @dataclass(kw_only=True)
 class Tally:
-    """The contradictions of one fact so far."""
+    """The contradictions of one fact so far, by cause."""
 
     fact: Fact
     num_rows: int = 0
-    places: Counter[str] = field(default_factory=Counter[str])
-    """Cause -> places."""
-    notes: dict[str, str] = field(default_factory=dict[str, str])
-    basis: dict[str, Basis] = field(default_factory=dict[str, Any])
-    rows: Counter[str] = field(default_factory=Counter[str])
-    gaps: dict[str, Gap] = field(default_factory=dict[str, Gap])
-    """Cause -> sums of the gap that its repair removes."""
-    evidence: dict[str, list[tuple[int, Evidence]]] = field(default_factory=dict[str, Any])
+    counts: dict[str, _Count] = field(default_factory=dict[str, _Count])
     error: str = ""
 
     def take(self, rows: Rows, setting: Setting, left: Rows) -> Rows:
@@ -127,27 +166,14 @@ class Tally:
                 continue
             at = np.minimum(np.asarray(one.begin), max(rows.num_tokens - 1, 0))
             hit[one.cause].update(rows.row_of[at].tolist())
+            count = self.counts.setdefault(one.cause, _Count(note=one.note, basis=one.basis))
+            count.add(rows, one)
             before = gap_of(left.gap)
             left = one.repaired(left)
-            self.gaps.setdefault(one.cause, Gap()).add(before.without(gap_of(left.gap)))
-            self._count(rows, one)
+            count.gap.add(before.without(gap_of(left.gap)))
         for cause, numbers in hit.items():
-            self.rows[cause] += len(numbers)
+            self.counts[cause].rows += len(numbers)
         return left
-
-    def _count(self, rows: Rows, one: Contradiction) -> None:
-        begin, end = np.asarray(one.begin), np.asarray(one.end)
-        self.places[one.cause] += len(begin)
-        self.notes.setdefault(one.cause, one.note)
-        self.basis.setdefault(one.cause, one.basis)
-        kept = self.evidence.setdefault(one.cause, [])
-        longest = np.argsort(begin - end, kind="stable")[:MAX_EVIDENCE]
-        for i in longest.tolist():
-            ids = one.expected[i] if one.expected else ()
-            b, e = int(begin[i]), int(end[i])
-            kept.append((e - b, evidence_at(rows, b, e, one.note, ids)))
-        kept.sort(key=lambda pair: -pair[0])
-        del kept[MAX_EVIDENCE:]
 
     def findings(self, lacks: tuple[str, ...]) -> list[Finding]:
         """One finding for each cause, or that nothing contradicts."""
@@ -155,20 +181,19 @@ class Tally:
         if lacks or self.error:
             told = self.error or f"needs {', '.join(lacks)}"
             return [finding(verdict="not_checkable", lacks=lacks, measured=told)]
-        if not self.places:
+        if not self.counts:
             told = f"no contradiction in {self.num_rows:,} rows"
             return [finding(verdict="consistent", measured=told)]
         return [
             finding(
                 verdict="differs",
-                measured=f"{num} places in {self.rows[cause]} of {self.num_rows} rows: "
-                f"{self.notes[cause]}",
+                measured=f"{one.places} places in {one.rows} of {self.num_rows} rows: {one.note}",
                 cause=cause,
-                basis=self.basis[cause],
-                figures={"places": num, "rows": self.rows[cause]},
-                evidence=tuple(e for _, e in self.evidence[cause]),
+                basis=one.basis,
+                figures={"places": one.places, "rows": one.rows},
+                evidence=tuple(one.evidence),
             )
-            for cause, num in self.places.items()
+            for cause, one in self.counts.items()
         ]
 
 

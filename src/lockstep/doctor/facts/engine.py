@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
-from lockstep.doctor.facts.base import MIN_EQUAL, Contradiction, fact
+from lockstep.doctor.facts.base import MIN_EQUAL, Contradiction, Places, fact
 from lockstep.doctor.findings import Setting
 from lockstep.doctor.rows import Rows
 from lockstep.renderers.pieces import first_difference
@@ -16,38 +14,12 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Int32Array
 
 Ids = Int32Array
-_Found = dict[tuple[str, str, bool], list[tuple[int, int, Sequence[int]]]]
-"""(cause, note, whether the rest of the row follows from it) -> (begin, end, expected ids)."""
-
-
-class _Places:
-    """Places by cause and note."""
-
-    def __init__(self) -> None:
-        self.found: _Found = defaultdict(list)
-
-    def add(
-        self, cause: str, note: str, begin: int, end: int, ids: Any = (), *, on: bool = True
-    ) -> None:
-        self.found[cause, note, on].append((begin, max(end, begin + 1), [int(i) for i in ids]))
-
-    def all(self) -> Iterator[Contradiction]:
-        for (cause, note, on), found in self.found.items():
-            begin, end, ids = zip(*found, strict=True)
-            yield Contradiction(
-                cause,
-                note,
-                np.array(begin),
-                np.array(end),
-                expected=ids if any(ids) else (),
-                reaches_on=on,
-            )
 
 
 @fact("engine_ids", claim="the row trains the ids that the engine returned", needs=("engine_ids",))
 def engine_ids(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     assert rows.engine_ids is not None, "the fact needs it"
-    out, spans = _Places(), rows.spans
+    out, spans = Places(reaches_on=True), rows.spans
     spans_of = spans.of_rows(len(rows))
     for row, tokens in enumerate(rows.slices):
         answered = [reply for reply in rows.engine_ids[row] or () if len(reply)]
@@ -92,7 +64,7 @@ def located(
     return out
 
 
-def _wrong_masks(rows: Rows, places: Sequence[tuple[int, int]], out: _Places) -> None:
+def _wrong_masks(rows: Rows, places: Sequence[tuple[int, int]], out: Places) -> None:
     """The ids are there; other tokens are trained."""
     tokens = rows.slices[int(rows.row_of[places[0][0]])]
     extra = np.zeros(tokens.stop - tokens.start + 2, np.int8)  # trained, and no engine's
@@ -104,7 +76,7 @@ def _wrong_masks(rows: Rows, places: Sequence[tuple[int, int]], out: _Places) ->
             continue
         what, cause = ("first", "boundary") if lost[0] == b else ("last", "missing_final")
         note = f"the {what} ids of the engine's reply are not trained"
-        out.add(cause, note, int(lost[0]), int(lost[-1]) + 1, on=False)
+        out.add(cause, note, int(lost[0]), int(lost[-1]) + 1, reaches_on=False)
     edges = np.flatnonzero(np.diff(extra)) + tokens.start
     for b, e in edges.reshape(-1, 2).tolist():
         if e <= places[0][0]:
@@ -113,7 +85,7 @@ def _wrong_masks(rows: Rows, places: Sequence[tuple[int, int]], out: _Places) ->
             told = ("after_stop", "tokens after the engine's last reply are trained")
         else:
             told = ("observation_trained", "tokens between the engine's replies are trained")
-        out.add(*told, b, e, on=False)
+        out.add(*told, b, e, reaches_on=False)
 
 
 def _wrong_ids(
@@ -121,7 +93,7 @@ def _wrong_ids(
     mine: Sequence[tuple[int, int]],
     answered: Sequence[Ids],
     tokenizer: Tokenizer | None,
-    out: _Places,
+    out: Places,
     row_end: int,
 ) -> None:
     """The row lacks ids that the engine returned."""
@@ -135,7 +107,7 @@ def _wrong_ids(
         is_control = tokenizer is not None and int(reply[-1]) in tokenizer.control_ids
         if cause == "reencoded" and is_control and ids[-1] != reply[-1]:
             lost = "the end of the engine's reply is lost"
-            out.add("missing_final", lost, end - 1, end, reply[-1:], on=False)
+            out.add("missing_final", lost, end - 1, end, reply[-1:], reaches_on=False)
         if cause == "missing_final":
             out.add(cause, note, end - 1, end)
         else:
@@ -182,7 +154,8 @@ def _plain(tokenizer: Tokenizer, ids: Ids) -> str:
 )
 def engine_prompts(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     assert rows.engine_prompt_ids is not None and rows.engine_ids is not None, "needed"
-    out, spans_of, spans = _Places(), rows.spans.of_rows(len(rows)), rows.spans
+    out, spans = Places(reaches_on=True), rows.spans
+    spans_of = spans.of_rows(len(rows))
     for row, tokens in enumerate(rows.slices):
         sent, answered = rows.engine_prompt_ids[row], rows.engine_ids[row]
         if not sent or answered is None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
 
-from lockstep.doctor.facts.base import Contradiction, fact
+from lockstep.doctor.facts.base import Contradiction, Places, fact
 from lockstep.doctor.findings import Setting
 from lockstep.doctor.rows import Rows
 from lockstep.doctor.tokenization import control_spelling
 from lockstep.types import Message
+
+SAYS_MORE = "post_processed", "the row says more than the message"
 
 
 @fact(
@@ -23,7 +24,8 @@ def control_in_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     assert rows.messages is not None and setting.tokenizer is not None, "needed"
     tokenizer = setting.tokenizer
     spelling = control_spelling(tokenizer)
-    begin = list[int]()
+    out = Places(moves=False)
+    note = "the row contains text of a message as a control token"
     for row, tokens in enumerate(rows.slices):
         texts = [
             m.content
@@ -35,24 +37,24 @@ def control_in_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
         ids = rows.token_ids[tokens].tolist()
         pieces = [tokenizer.decode_bytes([i]) if i < tokenizer.vocab_size else b"?" for i in ids]
         spelt, ends = b"".join(pieces), np.cumsum([len(p) for p in pieces])
+        places = set[int]()
         for text in texts:
             at = spelt.find(text.encode())
             for found in spelling.finditer(text) if at >= 0 else ():
                 place = at + len(text[: found.start()].encode())
                 token = int(np.searchsorted(ends, place, side="right"))
                 if ids[token] == tokenizer.control_id(found[0]):
-                    begin.append(tokens.start + token)
-    note = "the row contains text of a message as a control token"
-    at = np.array(sorted(set(begin)), np.int64)
-    yield Contradiction("injected_control", note, at, at + 1, moves=False)
+                    places.add(tokens.start + token)
+        for at in sorted(places):
+            out.add("injected_control", note, at, at + 1)
+    yield from out.all()
 
 
 @fact("reply_text", claim="replies say what their messages say", needs=("messages", "tokenizer"))
 def reply_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     assert rows.messages is not None and setting.tokenizer is not None, "needed"
-    spans = rows.spans
-    relation = Counter[str]()
-    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    spans, out, after = rows.spans, Places(), Places()
+    num_replies = num_after = 0
     for row, mine in enumerate(spans.of_rows(len(rows))):
         replies = [m for m in rows.messages[row] or () if m.role == "assistant"]
         if len(replies) != len(mine):
@@ -63,16 +65,16 @@ def reply_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
             is_ended = int(rows.token_ids[end - 1]) in setting.stop_ids
             if told and told[0] == "post_processed" and not is_ended:
                 told = ("missing_final", "the row lacks the end of what the message says")
-            relation[told[0] if told else ""] += 1
-            if told:
-                found.setdefault(told, []).append((begin, end))
-    for (cause, note), where in found.items():
-        # A template that writes more around every reply does not change replies.
-        if cause == "after_text" and relation[cause] > 0.5 * relation.total():
-            continue
-        begin, end = np.array(where).T
-        cause = "post_processed" if cause == "after_text" else cause
-        yield Contradiction(cause, note, begin, end)
+            num_replies += 1
+            if told == SAYS_MORE:
+                num_after += 1
+                after.add(*told, begin, end)
+            elif told:
+                out.add(*told, begin, end)
+    yield from out.all()
+    # A template that writes more around every reply does not change replies.
+    if num_after <= 0.5 * num_replies:
+        yield from after.all()
 
 
 def _text(setting: Setting, rows: Rows, begin: int, end: int) -> str:
@@ -98,5 +100,5 @@ def _compared(spelt: str, message: Message, is_earlier: bool) -> tuple[str, str]
     if said.startswith(spelt) and len(spelt) < len(said):
         return "post_processed", "the row holds a part of what the message says"
     if spelt.startswith(said) and len(said) < len(spelt) <= len(said) + 2:
-        return "after_text", "the row says more than the message"
+        return SAYS_MORE
     return None
