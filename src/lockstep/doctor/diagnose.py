@@ -11,12 +11,11 @@ from typing import Any
 
 from lockstep.config import did_you_mean
 from lockstep.doctor.diagnosis import Diagnosis
-from lockstep.doctor.examine import examine, names
+from lockstep.doctor.examine import RowChoice, examine, names
 from lockstep.doctor.facts.physical import PHYSICAL, contradictions
 from lockstep.doctor.findings import RunFacts, Setting
 from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.inputs.registry import open_dump
-from lockstep.doctor.row_choice import RowChoice
 from lockstep.doctor.scoring.model import Model, open_model
 from lockstep.doctor.scoring.weights import OWN
 from lockstep.doctor.tokenization import Tokenization, find_tokenization, why_beyond, why_unlike

@@ -14,12 +14,11 @@ from rich.padding import Padding
 from rich.text import Text
 
 from lockstep.doctor.causes import CAUSES, Cause
-from lockstep.doctor.examine import Examination, Share
+from lockstep.doctor.examine import Examination, RowChoice, Share
 from lockstep.doctor.explain import HYPOTHESES, MIN_SHARE
 from lockstep.doctor.findings import FLOAT_NOISE, MOST, Evidence, Finding, Setting
 from lockstep.doctor.gap import Gap, Place, Split
 from lockstep.doctor.inputs.base import HOW_TO_GET, Dump
-from lockstep.doctor.row_choice import RowChoice, fetch
 from lockstep.doctor.rows import SIDES, Rows
 from lockstep.doctor.terminal import LABEL_WIDTH, as_html, proof_table, show_line
 from lockstep.errors import printable
@@ -273,7 +272,7 @@ class Diagnosis:
         self._show_head(console)
         shown = self.causes[:NUM_SHOWN]
         names = {finding.evidence[0].row for _, finding in shown if finding.evidence}
-        rows = {rows.row_ids[0]: rows for rows in fetch(self.dump, names=names).values()}
+        rows = {rows.row_ids[0]: rows for rows in self.dump.find(names=names).values()}
         for number in range(len(shown)):
             self._show_cause(console, number, rows)
         console.print()

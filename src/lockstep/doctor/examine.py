@@ -7,6 +7,8 @@ import pkgutil
 from collections.abc import Callable, Collection, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from heapq import nlargest
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -34,7 +36,7 @@ from lockstep.doctor.hypotheses.unlike import NOISE, rest_of
 from lockstep.doctor.rows import SIDES, Rows
 from lockstep.observe.alarms import DENSE_BAND, ONE_PROCESS_BAND, WARNING_LIMIT
 
-ROOMS = ("facts.engine", "facts.masks", "facts.structure", "facts.text", "facts.values")
+ROOMS = ("facts.engine", "facts.structure", "facts.text", "facts.values")
 """Facts in the order that they take their tokens' gap: other ids explain the numbers there."""
 for _name in (*ROOMS, *(f"hypotheses.{m.name}" for m in pkgutil.iter_modules(hypotheses.__path__))):
     importlib.import_module(f"lockstep.doctor.{_name}")
@@ -44,6 +46,9 @@ SAMPLE_TOKENS = 1 << 16
 BLOCK_ROWS = 8
 """Rows that are drawn together: a group's rows share prompts, and attention may leak between
 neighbours."""
+
+MAX_ROWS = 200
+"""Rows of each sort that a page can show, whatever the size of the dump."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,6 +123,32 @@ class Sample:
         joined = Rows.joined(parts)
         at = joined.offsets[np.searchsorted(joined.offsets[1:], self._max) + 1 :]
         return joined.take(np.arange(len(joined) - len(at))) if len(at) else joined
+
+
+@dataclass(kw_only=True)
+class RowChoice:
+    """The rows to show, the worst and a fair sample, by their numbers in the dump."""
+
+    worst: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
+    """(largest |d|, number) of the rows with the largest gaps."""
+    num_rows: int = 0
+
+    def add(self, rows: Rows) -> None:
+        """Takes the next chunk into account."""
+        numbers = range(self.num_rows, self.num_rows + len(rows))
+        self.num_rows += len(rows)
+        largest = np.full(len(rows), -1.0)  # of a row without a compared token
+        np.maximum.at(largest, rows.row_of[rows.compared], np.abs(rows.gap[rows.compared]))
+        worst = zip(largest.tolist(), numbers, strict=True)
+        self.worst = nlargest(MAX_ROWS, [*self.worst, *worst])
+
+    @property
+    def numbers(self) -> list[tuple[int, str]]:
+        """(number, "worst mismatch" or "sample"), the worst first, then the sample in order."""
+        worst = [n for size, n in self.worst if size > 0]
+        drawn = Random(0).sample(range(self.num_rows), min(self.num_rows, MAX_ROWS))
+        sampled = sorted(set(drawn) - set(worst))
+        return [(n, "worst mismatch") for n in worst] + [(n, "sample") for n in sampled]
 
 
 def limit_of(setting: Setting, rows: Rows | None) -> float:

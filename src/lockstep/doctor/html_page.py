@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from lockstep.doctor.diagnosis import MAX_EXPECTED, Diagnosis
-from lockstep.doctor.row_choice import fetch
 from lockstep.doctor.rows import Rows
 from lockstep.errors import ConfigError
 from lockstep.observe.alarms import CRITICAL_LIMIT, WARNING_LIMIT
@@ -98,7 +97,7 @@ def rows_to_show(
     """(documents of rows, how many were left out as too long): proof, then the worst, a sample."""
     evidence = diagnosis.evidence_by_row()
     chosen = dict(diagnosis.choice.numbers)
-    found = fetch(diagnosis.dump, numbers=chosen, names=evidence)
+    found = diagnosis.dump.find(numbers=chosen, names=evidence)
     order = [number for number, rows in found.items() if rows.row_ids[0] in evidence]
     order += [number for number in chosen if number in found and number not in order]
     out: list[dict[str, Any]] = []

@@ -13,9 +13,9 @@ from rich.console import Console
 import lockstep
 from lockstep.cli import main
 from lockstep.doctor.diagnosis import EXIT_CODES, evidence_to_json
+from lockstep.doctor.examine import RowChoice
 from lockstep.doctor.facts.base import FACTS, Contradiction, fact
 from lockstep.doctor.findings import Evidence
-from lockstep.doctor.row_choice import RowChoice, fetch
 from lockstep.errors import ConfigError
 from lockstep.store.run import RunDirectory
 from lockstep.testing.tokenizers import byte_tokenizer
@@ -85,7 +85,7 @@ def test_a_cause_has_its_share_its_proof_its_remedy_and_its_command(broken):
 def test_the_screen_shows_the_tokens_that_prove_it_with_both_sides(broken):
     text = summary(broken)
     (evidence, *_) = broken.causes[0][1].evidence
-    rows = next(iter(fetch(broken.dump, names={evidence.row}).values()))
+    rows = next(iter(broken.dump.find(names={evidence.row}).values()))
     worst = evidence.begin + int(np.nanargmax(abs(rows.gap[evidence.begin : evidence.end])))
     line = next(part for part in text.splitlines() if part.split()[:1] == [str(worst)])
     assert f"{rows.rollout_logprobs[worst]:.4f}" in line
@@ -122,7 +122,7 @@ def test_sampled_and_expected_ids_stand_side_by_side_and_hostile_text_moves_noth
     text = out.getvalue()
     assert "\x1b" not in text and "\u202e" not in text and "\\x1b[31m[bold]" in text
     cause, finding = diagnosis.causes[0]
-    row = next(iter(fetch(dump, names={finding.evidence[0].row}).values()))
+    row = next(iter(dump.find(names={finding.evidence[0].row}).values()))
     line = next(part for part in text.splitlines() if part.split()[:1] == ["12"])
     assert str(row.token_ids[12]) in line and " 7" in line
     certainty, why = diagnosis.certainty_of(cause, finding)
@@ -205,7 +205,7 @@ def test_the_worst_rows_and_a_sample_of_all_are_chosen_in_bounded_memory():
     assert len(sampled) > 100 and min(sampled) < 200 and max(sampled) > 700
     assert len(choice.worst) == 200
     assert sum(why == "sample" for _, why in numbers) <= 200
-    found = fetch(ArrayDump(rows), numbers=[5, 700], names=["row-8"])
+    found = ArrayDump(rows).find(numbers=[5, 700], names=["row-8"])
     assert {n: r.row_ids for n, r in found.items()} == {
         5: ("row-5",), 700: ("row-700",), 8: ("row-8",),
     }  # fmt: skip

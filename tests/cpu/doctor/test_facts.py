@@ -6,8 +6,8 @@ from array_dumps import TURNS, ArrayDump, make_rows
 
 import lockstep
 from lockstep.doctor.facts.engine import compare
-from lockstep.doctor.facts.masks import after_stop, missing_stop, stop_ids
 from lockstep.doctor.facts.physical import contradictions
+from lockstep.doctor.facts.structure import after_stop, missing_stop, stop_ids
 from lockstep.doctor.findings import Setting
 from lockstep.doctor.rows import Rows
 from lockstep.renderers.chatml import ChatMLRenderer

@@ -1,4 +1,4 @@
-"""Facts about what a row is made of: prompts twice, padding inside, versions of the weights."""
+"""Facts about the parts of a row: masks, turns, stops, prompts, padding, experts and versions."""
 
 from __future__ import annotations
 
@@ -6,9 +6,174 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lockstep.doctor.facts.base import MIN_EQUAL, Contradiction, fact
-from lockstep.doctor.findings import Setting
+from lockstep.doctor.facts.base import FAR, MIN_EQUAL, Contradiction, fact
+from lockstep.doctor.findings import Basis, Setting
+from lockstep.doctor.gap import gap_of
 from lockstep.doctor.rows import Rows
+from lockstep.types import Int64Array
+
+MOST = 0.9
+"""Share of replies that must end with an id for it to be a stop id that nobody told."""
+
+
+@fact("mask_author", claim="the model drew all trained tokens", needs=("is_sampled",))
+def mask_author(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    assert rows.is_sampled is not None, "the fact needs it"
+    spans = rows.spans
+    trained = rows.loss_mask
+    first = rows.firsts(spans.begin)
+    begin, end = rows.runs(trained & ~rows.is_sampled)
+    # Just before the first reply the border is early; elsewhere an observation is trained.
+    is_border = (end == first[rows.row_of[begin]]) if len(begin) else np.empty(0, np.bool_)
+    note = "tokens before the first reply are trained, and no model drew them"
+    yield Contradiction("boundary", note, begin[is_border], end[is_border])
+    note = "tokens are trained that no model drew, by the recorded turns"
+    inner = ~is_border
+    yield Contradiction("observation_trained", note, begin[inner], end[inner])
+    num = rows.num_in(trained, spans.begin, spans.end)
+    for cause, note, at in (
+        ("boundary", "the first drawn tokens of a reply are not trained", spans.begin),
+        ("missing_final", "the last drawn tokens of a reply are not trained", spans.end - 1),
+    ):
+        is_part = (num > 0) & ~trained[at]
+        if cause == "missing_final" and rows.rollout_logprobs is not None:
+            is_part &= np.isfinite(rows.rollout_logprobs[at])  # else nothing could be trained
+        yield Contradiction(cause, note, spans.begin[is_part], spans.end[is_part])
+
+
+@fact(
+    "prompt_length", claim="the prompt ends where the first reply begins", needs=("prompt_lengths",)
+)
+def prompt_length(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    length = rows.prompt_lengths
+    assert length is not None, "the fact needs it"
+    first = rows.firsts(np.flatnonzero(rows.loss_mask)) - rows.offsets[:-1]
+    is_wrong = (length < 0) | (length > rows.sizes)
+    is_wrong |= (first < rows.sizes) & (length > first)  # trained tokens inside of the prompt
+    row = np.flatnonzero(is_wrong)
+    begin = rows.offsets[row] + np.minimum(first, np.maximum(rows.sizes - 1, 0))[row]
+    note = "the recorded length of the prompt is negative, beyond the row, or behind trained tokens"
+    yield Contradiction("boundary", note, begin, begin + 1)
+
+
+def stop_ids(rows: Rows, setting: Setting) -> tuple[Int64Array, Basis]:
+    """Ids that end a reply: the recorded ones, or else one or two ids that nearly all earlier
+    replies of a dialogue end with, and nearly no reply has inside."""
+    if setting.stop_ids:
+        return np.array(sorted(setting.stop_ids)), "shown"
+    spans, ids = rows.spans, rows.token_ids
+    is_earlier = ~spans.is_last
+    begin, end = (spans.begin[is_earlier], spans.end[is_earlier])
+    ends = ids[(end if len(end) else spans.end) - 1]
+    found, count = np.unique(ends, return_counts=True)
+    for chosen in (found[np.argsort(-count)[:num]] for num in (1, 2)):
+        inside = rows.num_in(np.isin(ids, chosen), begin, np.maximum(end - 1, begin)) > 0
+        is_rare = not len(end) or inside.mean() <= 1 - MOST
+        if len(ends) >= 8 and np.isin(ends, chosen).mean() >= MOST and is_rare:
+            return chosen.astype(np.int64), "fit"
+    return np.empty(0, np.int64), "fit"
+
+
+@fact("after_stop", claim="a reply ends at its first stop id")
+def after_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    spans, (stops, basis) = rows.spans, stop_ids(rows, setting)
+    is_stop = np.isin(rows.token_ids, stops) & rows.sampled
+    if not is_stop.any() or not len(spans):
+        return
+    first = np.full(len(spans), rows.num_tokens, np.int64)
+    np.minimum.at(first, rows.span_of[is_stop], np.flatnonzero(is_stop))
+    hit = np.flatnonzero(first + 1 < spans.end)
+    hit = hit[rows.loss_mask[np.minimum(first[hit] + 1, rows.num_tokens - 1)]]
+    if not len(hit) or (basis == "fit" and 2 * len(hit) > len(spans)):
+        return  # an id inside of most replies does not end them
+    begin, end = first[hit] + 1, spans.end[hit]
+    # Tokens that go on to another stop are a dialogue: observations and later replies.
+    goes_on = rows.num_in(is_stop, begin, end) > 0
+    # The end of the prompt, if they begin with the first trained token of the row.
+    is_early = goes_on & (rows.firsts(spans.begin)[spans.row] == first)[hit]
+    if is_early.any():
+        note = "the trained tokens of a row begin with the stop id of the prompt"
+        yield Contradiction("boundary", note, begin[is_early] - 1, begin[is_early], basis=basis)
+        begin, end, hit = (at[~is_early] for at in (begin, end, hit))
+        goes_on = goes_on[~is_early]
+    if not len(hit):
+        return
+    spans_of_row = np.bincount(spans.row, minlength=len(rows))
+    is_merged = spans_of_row[spans.row[hit]] == 1  # else the mask does tell turns apart
+    is_dialogue = (goes_on & is_merged).mean() > 0.5 and rows.is_sampled is None
+    # Nobody drew tokens there that the trainer denies.
+    is_denied = gap_of(rows.gap[rows.within(begin, end)]).means()["k2"] > FAR**2 / 2
+    cause = "observation_trained" if is_dialogue or is_denied else "after_stop"
+    note = "tokens after the stop id of a reply are trained"
+    yield Contradiction(cause, note, begin, end, basis=basis)
+
+
+@fact("missing_stop", claim="a reply that the dialogue goes on after ends with a stop id")
+def missing_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    spans, (stops, basis) = rows.spans, stop_ids(rows, setting)
+    ids = rows.token_ids
+    if not len(spans):
+        return
+    renderer = setting.renderer
+    known = stops if renderer is None else [*stops, *renderer.tokenizer.control_ids]
+    if not np.isin(ids, known).any():  # not this program's ids
+        return
+    last = spans.end - 1
+    ends = np.isin(ids[last], stops)
+    following = np.minimum(spans.end, rows.num_tokens - 1)
+    is_closed = ends | np.isin(ids[following], stops)
+    # A hole in the mask splits a reply: the next run of trained tokens is its end.
+    is_closed[:-1] |= np.isin(ids[spans.begin[1:]], stops) & (spans.row[1:] == spans.row[:-1])
+    is_wrong = ~spans.is_last & ~is_closed
+    told = rows.finish_reasons
+    if told is not None:
+        said = np.array([reason == "stop" for reason in told], np.bool_)[spans.row]
+        is_wrong |= spans.is_last & said & ~ends
+    earlier = is_closed[~spans.is_last]
+    if setting.stop_ids and len(earlier) >= 8 and earlier.mean() >= MOST:
+        # Last replies that lack an end, though shorter than others that have one, were not cut.
+        longest = int(spans.size[ends].max(initial=0))
+        open_ = spans.is_last & ~ends & (spans.size < longest)
+        if open_.sum() >= MOST * spans.is_last.sum():
+            is_wrong |= open_
+    note = "a reply ended, and neither it nor the text after it has a stop id"
+    at = last[is_wrong]
+    # A model scores the row with the stop id (hypotheses/structure): what else is wrong then shows.
+    reaches_on = setting.model is None
+    yield Contradiction("missing_final", note, at, at + 1, basis=basis, reaches_on=reaches_on)
+
+
+@fact("advantages", claim="each trained token has its own advantage", needs=("advantages",))
+def advantages(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    assert rows.advantages is not None, "the fact needs it"
+    has = np.nan_to_num(rows.advantages) != 0
+    begin, end = rows.runs(rows.loss_mask)
+    long = end - begin >= 3
+    begin, end = begin[long], end[long]
+    inside = rows.num_in(has, begin, end) == end - begin - 1
+    padded = np.concatenate([has, [False]])
+    is_end = np.concatenate([rows.position[1:] == 0, [True]])
+    late = inside & ~has[begin] & padded[end] & ~is_end[end - 1]
+    early = inside & ~has[end - 1] & padded[begin - 1] & (rows.position[begin] > 0)
+    for is_moved, at in ((late, begin), (early, end - 1)):
+        note = "a trained token has the advantage 0, and an untrained one beside its run has one"
+        yield Contradiction("late_advantages", note, at[is_moved], at[is_moved] + 1, moves=False)
+
+
+@fact("routes", claim="a token's experts differ from each other", needs=("routed_experts",))
+def routes(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    experts = rows.routed_experts
+    assert experts is not None, "the fact needs it"
+    if experts.ndim != 3 or not experts.size:
+        return
+    is_known = (experts >= 0).all((1, 2))
+    ordered = np.sort(experts, -1)
+    is_twice = (ordered[..., 1:] == ordered[..., :-1]).any((1, 2)) & is_known
+    if experts.shape[-1] == 1:
+        is_same = (experts == experts[:1]).all((1, 2)) & is_known
+        is_twice = is_same if is_same.sum() == is_known.sum() > 16 else is_twice
+    note = "one expert is listed twice for a token: a filler, not a route"
+    yield Contradiction("zero_routes", note, *rows.runs(is_twice), moves=False)
 
 
 @fact("prompt_twice", claim="a row holds its prompt once")

@@ -1,23 +1,68 @@
-"""One row of a trainer's file, the conversions of its values, and chunks of rows as arrays."""
+"""The columns of rows, one row of a file, the conversions of its values, and chunks of rows."""
 
 from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
-from lockstep.doctor.inputs.schema import COLUMNS
 from lockstep.doctor.rows import TOKEN_COLUMNS, BoolArray, Rows
 from lockstep.errors import DataError
+from lockstep.tables import tables_beside
 from lockstep.types import Int32Array
 
 Array = npt.NDArray[Any]
 T = TypeVar("T")
 
+Shape = Literal["token", "row", "token or row", "turn", "route", "text", "messages"]
+_DEPTHS: Mapping[Shape, int] = {"token": 1, "token or row": 1, "turn": 2, "route": 3}
+"""Levels of lists of a shape."""
+_LISTS: Mapping[Shape, str] = {
+    "token": "a list of ",
+    "token or row": "a list of ",
+    "turn": "a list per reply of ",
+    "route": "lists per token and layer, equally long at all tokens, of ",
+}
+_KINDS = {"f": "numbers", "i": "whole numbers", "b": "true or false (or 1 and 0)"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One of the doctor's own columns, as columns.toml declares it: one row per training row."""
+
+    name: str
+    """Name in the file."""
+    shape: Shape
+    dtype: str = ""
+    fill: float | int | None = None
+    field: str = ""
+    """Name in `Rows`."""
+    often_called: tuple[str, ...] = ()
+
+    @property
+    def arrow_type(self) -> pa.DataType:
+        """The type that is written. Any type that holds the same values is read."""
+        kind = pa.from_numpy_dtype(self.dtype) if self.dtype else pa.string()
+        for _ in range(_DEPTHS.get(self.shape, 0)):
+            kind = pa.list_(kind)
+        return kind
+
+    @property
+    def expected(self) -> str:
+        return f"{_LISTS.get(self.shape, '')}{_KINDS[np.dtype(self.dtype).kind]}"
+
+
+BY_NAME: Mapping[str, Column] = {
+    name: Column(**{"name": name, "field": name} | told)
+    for name, told in tables_beside(__file__, "columns.toml").items()
+}
+COLUMNS = tuple(BY_NAME.values())
+REQUIRED = ("token_ids", "loss_mask")
 _UNKNOWN = {"bool": False, "int32": -1, "int64": -1}
 _FILLS: Mapping[str, tuple[str, Any]] = {
     column.field: (column.dtype, _UNKNOWN.get(column.dtype) if column.fill is None else column.fill)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -79,6 +79,23 @@ class Dump(ABC):
     @abstractmethod
     def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:
         """All rows from the beginning, at most `max_tokens` tokens (or one row) at a time."""
+
+    def find(
+        self, *, numbers: Collection[int] = (), names: Collection[str] = ()
+    ) -> dict[int, Rows]:
+        """Number -> row, each alone: the rows with these numbers, and the first of each name."""
+        wanted, called = set(numbers), set(names)
+        out: dict[int, Rows] = {}
+        first = 0
+        for rows in self.chunks() if wanted or called else ():
+            for i, name in enumerate(rows.row_ids):
+                if first + i in wanted or name in called:
+                    out[first + i] = rows.take([i])
+                    called.discard(name)
+            first += len(rows)
+            if wanted <= out.keys() and not called:
+                break
+        return out
 
     def step_metrics(self) -> Iterable[Mapping[str, Any]]:
         """Metrics of each step, under the names of docs/reference/metrics.md."""

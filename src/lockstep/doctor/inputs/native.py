@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
@@ -20,25 +21,31 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from lockstep.config import from_dict
 from lockstep.dialogues import read_messages
-from lockstep.doctor.inputs.assemble import Array, Row, array_of, numbers, shown
+from lockstep.doctor.inputs.assemble import (
+    BY_NAME,
+    COLUMNS,
+    REQUIRED,
+    Array,
+    Column,
+    Row,
+    array_of,
+    numbers,
+    shown,
+)
 from lockstep.doctor.inputs.base import DECLARED, HOW_TO_GET, Facts
 from lockstep.doctor.inputs.lines import FileDump, Live, json_lines, parse_json, whole_files
 from lockstep.doctor.inputs.places import PARQUET_MAGIC, check_place, head_of, why_no_rows
-from lockstep.doctor.inputs.schema import (
-    BY_NAME,
-    COLUMNS,
-    HEAD,
-    REQUIRED,
-    Column,
-    facts_from_dict,
-    facts_to_dict,
-)
 from lockstep.doctor.rows import Rows
-from lockstep.errors import AlignmentError, DataError
+from lockstep.errors import AlignmentError, ConfigError, DataError
 from lockstep.store.files import write_atomically
 from lockstep.system import bounded_memory
 
+HEAD = "lockstep.doctor"
+"""Key of the facts: in the metadata of a Parquet file, in the first line of a JSONL file."""
+VERSION = 1
+"""Version of the schema. A reader refuses a file that is newer than itself."""
 HEAD_TOKENS = 1 << 15
 """Tokens of a JSONL file that are read to find out which columns it has: about 1 MB."""
 _BATCH_TOKENS, _MAX_BATCH_ROWS, _BATCH_MEMORY = 1 << 18, 4096, 4 << 30
@@ -365,6 +372,32 @@ def _limits(column: Column) -> tuple[np.dtype[Any], int, int]:
 
 
 _LIMITS = {column.name: _limits(column) for column in COLUMNS if column.dtype}
+
+
+# -- facts -----------------------------------------------------------------------------------------
+
+
+def facts_to_dict(facts: Facts) -> dict[str, Any]:
+    """The JSON form, without unknown facts."""
+    known = {n: value for n, value in asdict(facts).items() if value not in (None, "", frozenset())}
+    return {"version": VERSION, **known} | {"stop_ids": sorted(facts.stop_ids)}
+
+
+def facts_from_dict(source: object, where: str) -> Facts:
+    """Inverse of `facts_to_dict`. Raises DataError, which begins with `where`."""
+    if not isinstance(source, dict):
+        raise DataError(f"{where}: expected a JSON object of facts, found {source!r:.40}.")
+    facts = {name: value for name, value in source.items() if value is not None}
+    version, stop_ids = facts.pop("version", VERSION), facts.pop("stop_ids", [])
+    if type(version) is not int or version > VERSION:
+        found = f"{where}: its schema is of version {version!r:.40}"
+        raise DataError(f"{found}; this Lockstep reads up to {VERSION}.")
+    if not isinstance(stop_ids, list) or not all(type(i) is int for i in stop_ids):
+        raise DataError(f"{where}: stop_ids must be a list of ids, found {stop_ids!r:.40}.")
+    try:
+        return replace(from_dict(Facts, facts), stop_ids=frozenset(stop_ids))
+    except ConfigError as error:
+        raise DataError(f"{where}: {error}") from None
 
 
 # -- writing ---------------------------------------------------------------------------------------

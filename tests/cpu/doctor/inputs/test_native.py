@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from lockstep.cli import main
+from lockstep.doctor.inputs.assemble import BY_NAME, COLUMNS
 from lockstep.doctor.inputs.base import Facts
-from lockstep.doctor.inputs.native import RowsDump, write_rows
+from lockstep.doctor.inputs.native import RowsDump, facts_to_dict, write_rows
 from lockstep.doctor.inputs.registry import EXAMPLE, open_dump
-from lockstep.doctor.inputs.schema import BY_NAME, COLUMNS, facts_to_dict
 from lockstep.doctor.rows import Rows
 from lockstep.errors import AlignmentError, DataError
 from lockstep.types import Message, ToolCall
