@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.doctor.causes import CAUSES
-from lockstep.doctor.findings import MIN_TOKENS, Basis, Evidence, Setting, evidence_at
+from lockstep.doctor.findings import MIN_TOKENS, Basis, Evidence, Setting, claim_of, evidence_at
 from lockstep.doctor.rows import SIDES, BoolArray, Float64Array, Rows
 from lockstep.errors import ConfigError
 
@@ -172,19 +172,21 @@ HYPOTHESES: dict[str, Hypothesis] = {}
 
 
 def hypothesis(
-    name: str, *, cause: str, claim: str, **options: Any
+    name: str = "", *, cause: str, claim: str = "", **options: Any
 ) -> Callable[[Predict], Predict]:
-    """Registers a function as a hypothesis. options: fields of `Hypothesis`."""
+    """Registers a function as a hypothesis. By default it has the function's name, and claims the
+    first sentence of its docstring. options: fields of `Hypothesis`."""
 
     def register(predict: Predict) -> Predict:
+        short = name or predict.__name__
         if cause not in CAUSES:
             raise ConfigError(
-                f"the hypothesis {name} names the cause {cause!r}, which is not known. Add it "
+                f"the hypothesis {short} names the cause {cause!r}, which is not known. Add it "
                 "first: lockstep.doctor.causes.add_cause(Cause(...))."
             )
-        full = f"hypotheses/{name}"
+        full, said = f"hypotheses/{short}", claim or claim_of(predict)
         HYPOTHESES[full] = Hypothesis(
-            name=full, cause=cause, claim=claim, predict=predict, **options
+            name=full, cause=cause, claim=said, predict=predict, **options
         )
         return predict
 

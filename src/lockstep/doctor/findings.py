@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -108,6 +108,12 @@ def evidence_at(
     at += begin - min(begin, rows.num_tokens - 1)
     ids = tuple(int(i) for i in expected_ids)
     return Evidence(row=row, begin=at, end=at + end - begin, note=note, expected_ids=ids)
+
+
+def claim_of(check: Callable[..., object]) -> str:
+    """The claim of a check: the first sentence of its function's docstring, without a period."""
+    first = (check.__doc__ or "").partition("\n\n")[0].strip().removesuffix(".")
+    return first[:1].lower() + first[1:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.doctor.findings import MAX_EVIDENCE, Basis, Evidence, Finding, Setting, evidence_at
+from lockstep.doctor.findings import (
+    MAX_EVIDENCE,
+    Basis,
+    Evidence,
+    Finding,
+    Setting,
+    claim_of,
+    evidence_at,
+)
 from lockstep.doctor.gap import Gap, gap_of
 from lockstep.doctor.rows import Rows
 from lockstep.errors import LockstepError
@@ -85,12 +93,13 @@ FACTS: dict[str, Fact] = {}
 """Every fact by name, a plugin's too."""
 
 
-def fact(name: str, *, claim: str, needs: tuple[str, ...] = ()) -> Callable[[Look], Look]:
-    """Registers a function as a fact. needs: fields of `Rows` and `Setting`."""
+def fact(name: str = "", *, claim: str = "", needs: tuple[str, ...] = ()) -> Callable[[Look], Look]:
+    """Registers a function as a fact. By default it has the function's name, and claims the first
+    sentence of its docstring. needs: fields of `Rows` and `Setting`."""
 
     def register(look: Look) -> Look:
-        full = f"facts/{name}"
-        FACTS[full] = Fact(name=full, claim=claim, needs=needs, look=look)
+        full = f"facts/{name or look.__name__}"
+        FACTS[full] = Fact(name=full, claim=claim or claim_of(look), needs=needs, look=look)
         return look
 
     return register

@@ -16,8 +16,9 @@ from lockstep.types import Int32Array
 Ids = Int32Array
 
 
-@fact("engine_ids", claim="the row trains the ids that the engine returned", needs=("engine_ids",))
+@fact(needs=("engine_ids",))
 def engine_ids(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    """The row trains the ids that the engine returned."""
     assert rows.engine_ids is not None, "the fact needs it"
     out, spans = Places(reaches_on=True), rows.spans
     spans_of = spans.of_rows(len(rows))
@@ -147,12 +148,9 @@ def _plain(tokenizer: Tokenizer, ids: Ids) -> str:
     return tokenizer.decode(ids[: len(ids) - is_ended])
 
 
-@fact(
-    "engine_prompts",
-    claim="the row begins with the ids that the engine was sent",
-    needs=("engine_prompt_ids", "engine_ids"),
-)
+@fact(needs=("engine_prompt_ids", "engine_ids"))
 def engine_prompts(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    """The row begins with the ids that the engine was sent."""
     assert rows.engine_prompt_ids is not None and rows.engine_ids is not None, "needed"
     out, spans = Places(reaches_on=True), rows.spans
     spans_of = spans.of_rows(len(rows))

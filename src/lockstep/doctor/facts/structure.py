@@ -16,8 +16,9 @@ MOST = 0.9
 """Share of replies that must end with an id for it to be a stop id that nobody told."""
 
 
-@fact("mask_author", claim="the model drew all trained tokens", needs=("is_sampled",))
+@fact(needs=("is_sampled",))
 def mask_author(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    """The model drew all trained tokens."""
     assert rows.is_sampled is not None, "the fact needs it"
     spans = rows.spans
     trained = rows.loss_mask
@@ -41,10 +42,9 @@ def mask_author(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
         yield Contradiction(cause, note, spans.begin[is_part], spans.end[is_part])
 
 
-@fact(
-    "prompt_length", claim="the prompt ends where the first reply begins", needs=("prompt_lengths",)
-)
+@fact(needs=("prompt_lengths",))
 def prompt_length(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    """The prompt ends where the first reply begins."""
     length = rows.prompt_lengths
     assert length is not None, "the fact needs it"
     first = rows.firsts(np.flatnonzero(rows.loss_mask)) - rows.offsets[:-1]
@@ -74,8 +74,9 @@ def stop_ids(rows: Rows, setting: Setting) -> tuple[Int64Array, Basis]:
     return np.empty(0, np.int64), "fit"
 
 
-@fact("after_stop", claim="a reply ends at its first stop id")
+@fact()
 def after_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    """A reply ends at its first stop id."""
     spans, (stops, basis) = rows.spans, stop_ids(rows, setting)
     is_stop = np.isin(rows.token_ids, stops) & rows.sampled
     if not is_stop.any() or not len(spans):
@@ -108,8 +109,9 @@ def after_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     yield Contradiction(cause, note, begin, end, basis=basis)
 
 
-@fact("missing_stop", claim="a reply that the dialogue goes on after ends with a stop id")
+@fact()
 def missing_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    """A reply that the dialogue goes on after ends with a stop id."""
     spans, (stops, basis) = rows.spans, stop_ids(rows, setting)
     ids = rows.token_ids
     if not len(spans):
@@ -143,8 +145,9 @@ def missing_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     yield Contradiction("missing_final", note, at, at + 1, basis=basis, reaches_on=reaches_on)
 
 
-@fact("advantages", claim="each trained token has its own advantage", needs=("advantages",))
+@fact(needs=("advantages",))
 def advantages(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    """Each trained token has its own advantage."""
     assert rows.advantages is not None, "the fact needs it"
     has = np.nan_to_num(rows.advantages) != 0
     begin, end = rows.runs(rows.loss_mask)
@@ -160,8 +163,9 @@ def advantages(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
         yield Contradiction("late_advantages", note, at[is_moved], at[is_moved] + 1, moves=False)
 
 
-@fact("routes", claim="a token's experts differ from each other", needs=("routed_experts",))
+@fact(needs=("routed_experts",))
 def routes(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    """A token's experts differ from each other."""
     experts = rows.routed_experts
     assert experts is not None, "the fact needs it"
     if experts.ndim != 3 or not experts.size:
@@ -176,8 +180,9 @@ def routes(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     yield Contradiction("zero_routes", note, *rows.runs(is_twice), moves=False)
 
 
-@fact("prompt_twice", claim="a row holds its prompt once")
+@fact()
 def prompt_twice(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    """A row holds its prompt once."""
     begin = list[int]()
     end = list[int]()
     first = rows.firsts(np.flatnonzero(rows.sampled))
@@ -192,8 +197,9 @@ def prompt_twice(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     yield Contradiction("duplicated_prompt", note, begin, end, reaches_on=not setting.model)
 
 
-@fact("padding", claim="no padding stands inside of a row, or before it")
+@fact()
 def padding(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    """No padding stands inside of a row, or before it."""
     ids, position = rows.token_ids, rows.position
     is_same = np.zeros(rows.num_tokens, np.bool_)
     is_same[1:] = (ids[1:] == ids[:-1]) & (position[1:] > 0)
@@ -220,12 +226,9 @@ def padding(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     )
 
 
-@fact(
-    "versions",
-    claim="tokens are drawn by weights that the trainer has had",
-    needs=("policy_version", "trainer_version"),
-)
+@fact(needs=("policy_version", "trainer_version"))
 def versions(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    """Tokens are drawn by weights that the trainer has had."""
     assert rows.policy_version is not None and rows.trainer_version is not None, "needed"
     trainer_version = rows.trainer_version[rows.row_of]
     known = rows.sampled & rows.loss_mask & (rows.policy_version >= 0) & (trainer_version >= 0)

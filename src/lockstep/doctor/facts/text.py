@@ -15,12 +15,9 @@ from lockstep.types import Message
 SAYS_MORE = "post_processed", "the row says more than the message"
 
 
-@fact(
-    "control_in_text",
-    claim="text of tools and users holds no control token",
-    needs=("messages", "tokenizer"),
-)
+@fact(needs=("messages", "tokenizer"))
 def control_in_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    """Text of tools and users holds no control token."""
     assert rows.messages is not None and setting.tokenizer is not None, "needed"
     tokenizer = setting.tokenizer
     spelling = control_spelling(tokenizer)
@@ -50,8 +47,9 @@ def control_in_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     yield from out.all()
 
 
-@fact("reply_text", claim="replies say what their messages say", needs=("messages", "tokenizer"))
+@fact(needs=("messages", "tokenizer"))
 def reply_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    """Replies say what their messages say."""
     assert rows.messages is not None and setting.tokenizer is not None, "needed"
     spans, out, after = rows.spans, Places(), Places()
     num_replies = num_after = 0

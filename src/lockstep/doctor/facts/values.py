@@ -27,8 +27,9 @@ def sides(rows: Rows) -> Iterator[tuple[str, str, Float32Array, Float32Array | N
             yield who, name, values, other
 
 
-@fact("finite", claim="every trained token of a scored row has a finite log-prob")
+@fact()
 def finite(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    """Every trained token of a scored row has a finite log-prob."""
     for who, _, values, _ in sides(rows):
         # The first token of a row has no log-prob; a side without any was not recorded.
         is_wrong = rows.loss_mask & ~np.isfinite(values) & (rows.position > 0)
@@ -40,8 +41,9 @@ def finite(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
             yield Contradiction("nonfinite", note, *rows.runs(is_wrong))
 
 
-@fact("positive", claim="no log-prob is above 0")
+@fact()
 def positive(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    """No log-prob is above 0."""
     for who, _, values, _ in sides(rows):
         with np.errstate(invalid="ignore"):
             is_wrong = rows.loss_mask & (values > MAX_LOGPROB)
@@ -96,8 +98,9 @@ def rounded(values: npt.NDArray[Any], grid: str) -> npt.NDArray[np.float32]:
     return np.round(plain.astype(np.float64), int(grid[0])).astype(np.float32)
 
 
-@fact("grid", claim="log-probs have the precision of float32")
+@fact()
 def grid(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    """Log-probs have the precision of float32."""
     for who, name, values, other in sides(rows):
         if found := on_grid(values[rows.loss_mask]):
             theirs = next(n for n in SIDES.values() if n != name)
@@ -111,8 +114,9 @@ def _round_other(rows: Rows, *, name: str, grid: str) -> Rows:
     return rows.with_(**{name: rounded(getattr(rows, name), grid)})
 
 
-@fact("repeated", claim="no single number replaces different log-probs")
+@fact()
 def repeated(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
+    """No single number replaces different log-probs."""
     for who, _, values, other in sides(rows):
         is_known = rows.loss_mask & np.isfinite(values)
         known = values[is_known]

@@ -19,13 +19,9 @@ from lockstep.types import Int64Array
 CAUSE_OF = {"rope": "ignored_rope_scaling", "quantised": "quantised_rollout"}
 
 
-@hypothesis(
-    "arithmetic",
-    cause="ignored_sinks",
-    needs=("model",),
-    claim="both sides compute what the model's config says",
-)
+@hypothesis(cause="ignored_sinks", needs=("model",))
 def arithmetic(view: View) -> Iterator[Prediction]:
+    """Both sides compute what the model's config says."""
     model, rows = view.model, view.rows
 
     def variants() -> Iterator[Variant]:
@@ -43,14 +39,9 @@ def arithmetic(view: View) -> Iterator[Prediction]:
     yield from tried(view, variants())
 
 
-@hypothesis(
-    "half_head",
-    cause="half_head",
-    needs=("model",),
-    least=0.5,
-    claim="both sides compute the head in one precision",
-)
+@hypothesis(cause="half_head", needs=("model",), least=0.5)
 def half_head(view: View) -> Iterator[Prediction]:
+    """Both sides compute the head in one precision."""
     model, rows = view.model, view.rows
     import torch
 
@@ -96,14 +87,9 @@ def moved_in_bfloat16(model: Model, rows: Rows) -> float:
     return moved / changed if changed else 1.0
 
 
-@hypothesis(
-    "adapter",
-    cause="adapter_not_merged",
-    needs=("model",),
-    least=0.5,
-    claim="both sides add the adapter once, at its own scale",
-)
+@hypothesis(cause="adapter_not_merged", needs=("model",), least=0.5)
 def adapter(view: View) -> Iterator[Prediction]:
+    """Both sides add the adapter once, at its own scale."""
     model, rows = view.model, view.rows
 
     every = np.arange(len(rows))
@@ -117,14 +103,9 @@ def adapter(view: View) -> Iterator[Prediction]:
             yield prediction(view, variant, values, side)
 
 
-@hypothesis(
-    "other_weights_given",
-    cause="other_weights",
-    needs=("model",),
-    least=0.5,
-    claim="both sides run the weights of this step",
-)
+@hypothesis(cause="other_weights", needs=("model",), least=0.5)
 def other_weights_given(view: View) -> Iterator[Prediction]:
+    """Both sides run the weights of this step."""
     model, rows = view.model, view.rows
     own = model.own(rows)
 
@@ -139,14 +120,9 @@ def other_weights_given(view: View) -> Iterator[Prediction]:
     yield from tried(view, reversed(variants))
 
 
-@hypothesis(
-    "layout",
-    cause="wrong_positions",
-    needs=("model",),
-    least=0.8,
-    claim="both sides see the row alone, at positions from 0",
-)
+@hypothesis(cause="wrong_positions", needs=("model",), least=0.8)
 def layout(view: View) -> Iterator[Prediction]:
+    """Both sides see the row alone, at positions from 0."""
     model, rows = view.model, view.rows
     pad_id = model.pad_id if view.setting.pad_id is None else view.setting.pad_id
     max_positions = model.config.max_positions

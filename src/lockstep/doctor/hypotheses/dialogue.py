@@ -43,14 +43,9 @@ def read(view: View, written: Sequence[tuple[str, str, Write]]) -> Iterator[Pred
     yield from tried(view, variants)
 
 
-@hypothesis(
-    "structure",
-    cause="padding",
-    needs=("model",),
-    basis="repair",
-    claim="the sampler read the row's ids, without padding and repetition",
-)
+@hypothesis(cause="padding", needs=("model",), basis="repair")
 def structure(view: View) -> Iterator[Prediction]:
+    """The sampler read the row's ids, without padding and repetition."""
     cut = partial(_without_runs, pad=view.setting.pad_id)
     written: list[tuple[str, str, Write]] = [
         ("padding", "read the row without the runs of one id", cut),
@@ -103,29 +98,20 @@ def prompts_of(view: View) -> Prompts:
     return Prompts(view.setting.tokenizer, view.setting.renderer, tools)
 
 
-@hypothesis(
-    "prompt",
-    cause="wrong_template",
-    needs=("model", "tokenizer"),
-    basis="repair",
-    fitted=1,
-    claim="the sampler read the prompt that the row has",
-)
+@hypothesis(cause="wrong_template", needs=("model", "tokenizer"), basis="repair", fitted=1)
 def prompt(view: View) -> Iterator[Prediction]:
+    """The sampler read the prompt that the row has."""
     every = prompts_of(view).all()
     yield from read(view, [("wrong_template", f"read the prompt {t}", write) for t, write in every])
 
 
-@hypothesis(
-    "messages",
-    cause="wrong_template",
-    needs=("model", "renderer", "messages"),
-    basis="repair",
-    claim="the row is the dialogue that its messages say",
-)
+@hypothesis(cause="wrong_template", needs=("model", "renderer", "messages"), basis="repair")
 def messages(view: View) -> Iterator[Prediction]:
-    """The dialogue as the model's template writes it, extended turn by turn; and with the replies
-    as the model would have written their messages."""
+    """The row is the dialogue that its messages say.
+
+    The dialogue as the model's template writes it, extended turn by turn; and with the replies as
+    the model would have written their messages.
+    """
     renderer, template = view.setting.renderer, prompts_of(view).by_messages
     assert renderer is not None, "needed"
 
@@ -190,17 +176,13 @@ def _written(parts: Parts, renderer: Renderer) -> list[Ids] | None:
     return out
 
 
-@hypothesis(
-    "kept_messages",
-    cause="rerendered",
-    needs=("model", "renderer", "messages"),
-    basis="repair",
-    fitted=1,
-    claim="replies are where they were drawn",
-)
+@hypothesis(cause="rerendered", needs=("model", "renderer", "messages"), basis="repair", fitted=1)
 def kept_messages(view: View) -> Iterator[Prediction]:
-    """A program that keeps messages: each reply was drawn after the template's whole history, and
-    all log-probs were laid onto the row's trained tokens in one list, maybe some places off."""
+    """Replies are where they were drawn.
+
+    A program that keeps messages: each reply was drawn after the template's whole history, and all
+    log-probs were laid onto the row's trained tokens in one list, maybe some places off.
+    """
     model, rows, renderer = view.model, view.rows, view.setting.renderer
     prompts = prompts_of(view)
     assert renderer is not None and rows.rollout_logprobs is not None, "needed"

@@ -26,15 +26,9 @@ REACH = 12
 """Largest offset: respelt words of a reply add or take one token each."""
 
 
-@hypothesis(
-    "respelled",
-    cause="reencoded",
-    fitted=3,
-    is_of_other_ids=True,
-    least=0.2,
-    claim="log-probs belong to the ids in the row",
-)
+@hypothesis(cause="reencoded", fitted=3, is_of_other_ids=True, least=0.2)
 def respelled(view: View) -> Iterator[Prediction]:
+    """Log-probs belong to the ids in the row."""
     rows = view.rows
     spans = rows.spans
     at = np.flatnonzero(rows.span_of >= 0)  # unknown ones too: they hold their places

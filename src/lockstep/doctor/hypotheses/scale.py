@@ -29,8 +29,9 @@ NUM_RIVALS = (1, 4, 16, 64, 256)
 BASES = {"to base 2": np.log(2.0), "to base 10": np.log(10.0), "negated": -1.0}
 
 
-@hypothesis("log_base", cause="positive", least=0.6, claim="log-probs are natural logs")
+@hypothesis(cause="positive", least=0.6)
 def log_base(view: View) -> Iterator[Prediction]:
+    """Log-probs are natural logs."""
     for side in SIDES:
         values: Float64Array = getattr(view, side)
         for text, factor in BASES.items():
@@ -49,16 +50,13 @@ def at_temperature(values: Float64Array, temperature: float, rivals: int) -> Flo
         return own - np.logaddexp(own, others)
 
 
-@hypothesis(
-    "processed",
-    cause="processed",
-    fitted=2,
-    least=0.2,
-    claim="both sides take log-probs at one temperature, over the same tokens",
-)
+@hypothesis(cause="processed", fitted=2, least=0.2)
 def processed(view: View) -> Iterator[Prediction]:
-    """About what a temperature or a cut makes, where each token is within its exact bounds. With
-    the logits, `processing` gives the very numbers."""
+    """Both sides take log-probs at one temperature, over the same tokens.
+
+    About what a temperature or a cut makes, where each token is within its exact bounds. With the
+    logits, `processing` gives the very numbers.
+    """
     if view.setting.model is not None:
         return
     for side, other in permutations(SIDES):
@@ -119,14 +117,9 @@ def kinds(view: View) -> list[tuple[str, Distribution]]:
     ]
 
 
-@hypothesis(
-    "processing",
-    cause="processed",
-    needs=("model",),
-    least=0.5,
-    claim="both sides take log-probs of one distribution",
-)
+@hypothesis(cause="processed", needs=("model",), least=0.5)
 def processing(view: View) -> Iterator[Prediction]:
+    """Both sides take log-probs of one distribution."""
     model, rows = view.model, view.rows
 
     chosen_kinds = [(c, d) for c, d in kinds(view) if d != model.processing(rows)]

@@ -27,8 +27,9 @@ def moved(rows: Rows, values: Float64Array, at: Int64Array, by: int) -> Float64A
     return out
 
 
-@hypothesis("shifted", cause="shifted", claim="each log-prob is beside its own token")
+@hypothesis(cause="shifted")
 def shifted(view: View) -> Iterator[Prediction]:
+    """Each log-prob is beside its own token."""
     rows, recorded = view.rows, _recorded(view.rows)
     trained = np.flatnonzero(rows.loss_mask & (rows.position > 0))
     for by in OFFSETS:
@@ -45,15 +46,12 @@ def _recorded(rows: Rows) -> Float64Array:
     return rows.rollout_logprobs.astype(np.float64)
 
 
-@hypothesis(
-    "own_offset",
-    cause="shifted",
-    fitted=2,
-    least=0.4,
-    claim="each reply's log-probs begin where the reply begins",
-)
+@hypothesis(cause="shifted", fitted=2, least=0.4)
 def own_offset(view: View) -> Iterator[Prediction]:
-    """Each row has its own offset; one half of its tokens chooses the offset for the other half."""
+    """Each reply's log-probs begin where the reply begins.
+
+    Each row has its own offset; one half of its tokens chooses the offset for the other half.
+    """
     rows, trainer = view.rows, view.trainer
     recorded, out = _recorded(rows), np.full(rows.num_tokens, np.nan)
     for tokens in rows.slices:
@@ -77,15 +75,12 @@ def own_offset(view: View) -> Iterator[Prediction]:
     yield Prediction(text="moved by an offset of each row's own", sampler=out)
 
 
-@hypothesis(
-    "exchanged",
-    cause="exchanged_rows",
-    fitted=1,
-    least=0.6,
-    claim="a row has its own log-probs, not another row's",
-)
+@hypothesis(cause="exchanged_rows", fitted=1, least=0.6)
 def exchanged(view: View) -> Iterator[Prediction]:
-    """Rows of equal length have each other's numbers; half of the tokens choose the partner."""
+    """A row has its own log-probs, not another row's.
+
+    Rows of equal length have each other's numbers; half of the tokens choose the partner.
+    """
     rows, sampler, trainer = view.rows, view.sampler, view.trainer
     at = rows.compared
     num = rows.row_sums(at)
@@ -116,16 +111,12 @@ def exchanged(view: View) -> Iterator[Prediction]:
         yield Prediction(text="another row's log-probs", sampler=out)
 
 
-@hypothesis(
-    "stale",
-    cause="stale",
-    fitted=1,
-    needs=("policy_version", "trainer_version"),
-    least=0.1,
-    claim="older tokens are as near as the others",
-)
+@hypothesis(cause="stale", needs=("policy_version", "trainer_version"), fitted=1, least=0.1)
 def stale(view: View) -> Iterator[Prediction]:
-    """Older tokens have a gap, and tokens of the trainer's version have none."""
+    """Older tokens are as near as the others.
+
+    Older tokens have a gap, and tokens of the trainer's version have none.
+    """
     rows, at = view.rows, view.rows.compared
     assert rows.policy_version is not None and rows.trainer_version is not None, "needed"
     version = rows.policy_version[at]

@@ -110,15 +110,12 @@ def deviating(view: View) -> tuple[str, Float64Array] | None:
     return (side, found[side]) if size(found[side]) > view.scale**2 else None
 
 
-@hypothesis(
-    "rest",
-    cause="other_weights",
-    needs=("model",),
-    fitted=9,
-    claim="neither side deviates from the model by more than the explained gap",
-)
+@hypothesis(cause="other_weights", needs=("model",), fitted=9)
 def rest(view: View) -> Iterator[Prediction]:
-    """Judged last, by `rest_of`: a deviation that nothing predicts is noise, or other weights."""
+    """Neither side deviates from the model by more than the explained gap.
+
+    Judged last, by `rest_of`: a deviation that nothing predicts is noise, or other weights.
+    """
     return iter(())
 
 
