@@ -207,13 +207,13 @@ class Split:
             "equal": self._num_equal,
         }
 
-    def concentrations(self, *, limit: int = 3) -> list[Place]:
-        """Labels with more than half of k2, on at most half as large a share of the tokens; the
-        most concentrated first."""
+    def concentrations(self) -> list[Place]:
+        """At most three labels with more than half of k2, on at most half as large a share of the
+        tokens; the most concentrated first."""
         found = [
             place
             for part in PARTS
             for place in self.places(part.name)
             if place.share_k2 > 0.5 and place.share_k2 >= 2 * place.share_tokens
         ]
-        return sorted(found, key=lambda p: p.share_tokens / p.share_k2)[:limit]
+        return sorted(found, key=lambda p: p.share_tokens / p.share_k2)[:3]

@@ -247,13 +247,14 @@ def row_of(batch: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 def array_of(value: Any) -> Any:
     """A tensor of torch, on any device, as an array: bfloat16 as float32, and a jagged one as a
-    list of arrays. Anything else as it is."""
-    if not hasattr(value, "untyped_storage"):  # torch may not be loaded
-        return value
-    if value.is_nested:
-        return [array_of(row) for row in value.unbind()]
-    tensor = value.detach().cpu()
-    return (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
+    list of arrays. One number is Python's. Anything else as it is."""
+    if hasattr(value, "untyped_storage"):  # torch may not be loaded
+        if value.is_nested:
+            return [array_of(row) for row in value.unbind()]
+        tensor = value.detach().cpu()
+        value = (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()
+    is_number = isinstance(value, np.generic | np.ndarray) and not value.ndim
+    return value.item() if is_number else value
 
 
 def numbers(value: Any) -> Array | None:

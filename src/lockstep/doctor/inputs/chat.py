@@ -11,7 +11,7 @@ begins a new row, because nothing says that they were trained as one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ import numpy as np
 
 from lockstep.dialogues import read_messages
 from lockstep.doctor.inputs.assemble import Array, Row, floats_of, ids_of
-from lockstep.doctor.inputs.lines import LineDump
+from lockstep.doctor.inputs.lines import Line, LineDump
 from lockstep.errors import DataError
 from lockstep.types import MESSAGE_KEYS, TEXT_ONLY, Int32Array, Message
 
@@ -35,12 +35,10 @@ class ChatDump(LineDump):
     format: ClassVar[str] = "chat"
 
     @classmethod
-    def is_own_line(cls, line: Mapping[str, Any]) -> bool:
+    def is_own_line(cls, line: Line) -> bool:
         return any(_has_ids(reply) for reply in _replies(line)[1])
 
-    def rows_of(
-        self, line: Mapping[str, Any], path: Path, number: int, where: str
-    ) -> Iterator[Row]:
+    def rows_of(self, line: Line, path: Path, number: int, where: str) -> Iterator[Row]:
         are_apart, replies = _replies(line)
         dialogue = None
         if "messages" in line and replies is line["messages"]:
@@ -74,7 +72,7 @@ class _Reply:
 def _row(
     chain: Sequence[_Reply],
     name: str,
-    line: Mapping[str, Any],
+    line: Line,
     dialogue: tuple[Message, ...] | None,
 ) -> Row:
     """The row of replies. Each reply continues the one before."""
@@ -101,7 +99,7 @@ def _row(
     )
 
 
-def _replies(line: Mapping[str, Any]) -> tuple[bool, list[Any]]:
+def _replies(line: Line) -> tuple[bool, list[Any]]:
     """(whether each is a dialogue of its own, candidates for replies) of a line of any form.
 
     For messages all are returned, so that their places are known.
@@ -140,7 +138,7 @@ def _with_ids(replies: Sequence[Any], where: str) -> Iterator[_Reply]:
         yield _Reply(number=number, prompt=prompt, ids=ids, logprobs=logprobs)
 
 
-def _logprobs(reply: Mapping[str, Any], size: int, where: str) -> Array | None:
+def _logprobs(reply: Line, size: int, where: str) -> Array | None:
     """A list of numbers, or OpenAI's content, or the completions endpoint's token_logprobs."""
     name = next((name for name in _LOGPROBS if reply.get(name) is not None), None)
     values = None if name is None else reply[name]

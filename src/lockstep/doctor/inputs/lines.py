@@ -28,6 +28,8 @@ HEAD_ROWS = 64
 """Rows that are read on opening, to find out which columns a dump has."""
 
 
+Line = Mapping[str, Any]
+"""One JSON object of a file: a row, or several."""
 Live = tuple[Sequence[Hashable], Callable[[Sequence[int]], Iterable[Row]], dict[str, Any]]
 """A batch in memory: the group of each row, the rows with some indices, and facts about the run.
 Only the rows that are asked for leave the device."""
@@ -75,7 +77,7 @@ class RowDump(Dump):
     @classmethod
     def row(
         cls,
-        source: Mapping[str, Any],
+        source: Line,
         where: str,
         ids: Int32Array,
         *,
@@ -157,11 +159,11 @@ class LineDump(FileDump):
             return False
 
     @classmethod
-    def is_own_line(cls, line: Mapping[str, Any]) -> bool:
+    def is_own_line(cls, line: Line) -> bool:
         return line.keys() >= {*cls.keys}
 
     @classmethod
-    def check(cls, line: Mapping[str, Any], where: str, how: str = "") -> None:
+    def check(cls, line: Line, where: str, how: str = "") -> None:
         """Raises DataError unless the line has all `keys`. how: to give them, in a sentence."""
         if missing := sorted({*cls.keys} - line.keys()):
             raise DataError(f"{where}: {', '.join(missing)} is missing. {how}".rstrip())
@@ -172,9 +174,7 @@ class LineDump(FileDump):
             yield from self.rows_of(line, path, number, where)
 
     @abstractmethod
-    def rows_of(
-        self, line: Mapping[str, Any], path: Path, number: int, where: str
-    ) -> Iterator[Row]:
+    def rows_of(self, line: Line, path: Path, number: int, where: str) -> Iterator[Row]:
         """The rows of a line. number: of the line in its file, from 1. where: begins an error."""
 
 

@@ -120,9 +120,6 @@ class RowsDump(FileDump):
         def made(index: Sequence[int]) -> Iterator[Row]:
             for i in index:
                 source = {name: array_of(rows[i].get(name)) for name in names}
-                for name, value in source.items():
-                    is_number = isinstance(value, np.generic | np.ndarray) and not value.ndim
-                    source[name] = value.item() if is_number else value
                 yield read_row(source, names, f"row {i} of step {step}", row_id=f"{step}/{i}")
 
         groups = [row.get("group") for row in rows]

@@ -10,6 +10,7 @@ prime-rl and NeMo-RL. The parity tests read files that verl, TRL, SkyRL and the 
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,7 +33,7 @@ from lockstep.doctor.inputs.assemble import (
     row_of,
     whole,
 )
-from lockstep.doctor.inputs.lines import FileDump, LineDump, Live, step_in
+from lockstep.doctor.inputs.lines import FileDump, Line, LineDump, Live, step_in
 from lockstep.doctor.inputs.pickles import (
     Record,
     is_pickle,
@@ -56,13 +57,11 @@ class PrimeRlDump(LineDump):
     # Log-probs are at their own token: the trainer shifts its own right by one.
     format: ClassVar[str] = "prime-rl"
 
-    def rows_of(
-        self, line: Mapping[str, Any], path: Path, number: int, where: str
-    ) -> Iterator[Row]:
+    def rows_of(self, line: Line, path: Path, number: int, where: str) -> Iterator[Row]:
         yield self.row_of(line, where)
 
     @classmethod
-    def row_of(cls, line: Mapping[str, Any], where: str) -> Row:
+    def row_of(cls, line: Line, where: str) -> Row:
         ids = ids_of(line["token_ids"], f"{where}: token_ids")
         rewards = line.get("rewards")  # the reward of the row at each of its tokens
         known = [real(r) for r in rewards] if isinstance(rewards, list) else []
@@ -79,7 +78,7 @@ class PrimeRlDump(LineDump):
         )
 
     @classmethod
-    def live(cls, lines: Sequence[Mapping[str, Any]], *, step: int) -> Live:
+    def live(cls, lines: Sequence[Line], *, step: int) -> Live:
         """lines: of `exported`."""
 
         def rows(index: Sequence[int]) -> Iterator[Row]:
@@ -116,7 +115,7 @@ class PrimeRlDump(LineDump):
             begin = following
 
 
-def _trained(line: Mapping[str, Any], size: int, where: str) -> BoolArray:
+def _trained(line: Line, size: int, where: str) -> BoolArray:
     """[size] tokens of the policy's loss. `loss_mask` is the union of all losses, which includes
     the imitation of given tokens."""
     mask = floats_of(line["loss_mask"], size, f"{where}: loss_mask")
@@ -141,9 +140,7 @@ class NemoRlDump(LineDump):
     # Rows are padded on the right; earlier versions logged texts without ids.
     format: ClassVar[str] = "nemo-rl"
 
-    def rows_of(
-        self, line: Mapping[str, Any], path: Path, number: int, where: str
-    ) -> Iterator[Row]:
+    def rows_of(self, line: Line, path: Path, number: int, where: str) -> Iterator[Row]:
         # Each value is a batch of one.
         source = {n: v[0] if isinstance(v, list) and len(v) == 1 else v for n, v in line.items()}
         padded = ids_of(source["token_ids"], f"{where}: token_ids")
@@ -178,13 +175,11 @@ class TinkerDump(LineDump):
     # predicts it: a row is the first input and all targets.
     format: ClassVar[str] = "tinker"
 
-    def rows_of(
-        self, line: Mapping[str, Any], path: Path, number: int, where: str
-    ) -> Iterator[Row]:
+    def rows_of(self, line: Line, path: Path, number: int, where: str) -> Iterator[Row]:
         yield self.row_of(line, f"{path.stem}/{number - 1}", where)
 
     @classmethod
-    def row_of(cls, line: Mapping[str, Any], name: str, where: str) -> Row:
+    def row_of(cls, line: Line, name: str, where: str) -> Row:
         given = ids_of(line["model_input"], f"{where}: model_input")
         targets = ids_of(line["target_tokens"], f"{where}: target_tokens")
         if len(given) != len(targets) or (given[1:] != targets[:-1]).any():
@@ -222,8 +217,6 @@ class BatchDump(FileDump):
 
     no_batch: ClassVar[str]
     """Ends the error about anything else."""
-    row_of: ClassVar[Callable[..., Iterator[Row]]]
-    """(values by the names of the batch, place, number, fields of `Rows`) -> the row, or none."""
 
     @classmethod
     def is_own(cls, path: Path) -> bool:
@@ -240,6 +233,12 @@ class BatchDump(FileDump):
         if any(not isinstance(part, list) and np.ndim(part) != 2 for part in parts):  # pyright: ignore[reportArgumentType]
             raise DataError(f"{where} is {cls.no_batch}.")
         return parts[-1]
+
+    @classmethod
+    @abstractmethod
+    def row_of(cls, source: dict[str, Any], where: str, number: int, **known: Any) -> Iterator[Row]:
+        """The row, or none. source: its values by the names of the batch. known: fields of `Rows`,
+        and what a format gives to `rows_of`."""
 
     @classmethod
     def rows_of(
@@ -277,10 +276,8 @@ class TrlDump(BatchDump):
         return [i // (group_size or 1) for i in numbers], rows, {}
 
     @classmethod
-    def row_of(  # pyright: ignore[reportIncompatibleVariableOverride]
-        cls, source: dict[str, Any], where: str, number: int, group_size: int = 0, **known: Any
-    ) -> Iterator[Row]:
-        parts: list[Array] = []
+    def row_of(cls, source: dict[str, Any], where: str, number: int, **known: Any) -> Iterator[Row]:
+        parts, group_size = list[Array](), known.pop("group_size", 0)
         kept = np.empty(0, np.bool_)
         for part in ("prompt", "completion"):
             ids = ids_of(source[f"{part}_ids"], f"{where}: {part}_ids")
@@ -308,8 +305,7 @@ class VerlDump(BatchDump):
     format: ClassVar[str] = "verl"
 
     def __init__(self, path: Path) -> None:
-        self._groups: dict[str, int] = {}
-        """uid -> number of the group."""
+        self._groups = dict[str, int]()
         self._settings: Mapping[str, Any] = {}
         super().__init__(path)
         self.facts = replace(self.facts, **self.facts_of(self._settings))
@@ -354,11 +350,10 @@ class VerlDump(BatchDump):
         }
 
     @classmethod
-    def row_of(  # pyright: ignore[reportIncompatibleVariableOverride]
-        cls, source: dict[str, Any], where: str, number: int, groups: dict[str, int], **known: Any
-    ) -> Iterator[Row]:
+    def row_of(cls, source: dict[str, Any], where: str, number: int, **known: Any) -> Iterator[Row]:
         if source.get("is_padding"):  # fills the batch, never trained
             return
+        groups: dict[str, int] = known.pop("groups")  # uid -> number of the group
         prompt, reply = (ids_of(source[part], f"{where}: {part}") for part in cls.keys)
         ids = np.concatenate([prompt, reply])
         kept = np.ones(len(ids), np.bool_)
@@ -445,9 +440,7 @@ class SkyRlDump(BatchDump):
         return is_pickle(path) and b"skyrl" in head_of(path)
 
     @classmethod
-    def row_of(  # pyright: ignore[reportIncompatibleVariableOverride]
-        cls, source: dict[str, Any], where: str, number: int, **known: Any
-    ) -> Iterator[Row]:
+    def row_of(cls, source: dict[str, Any], where: str, number: int, **known: Any) -> Iterator[Row]:
         ids = ids_of(source["sequences"], f"{where}: sequences")
         is_there = floats_of(source["attention_mask"], len(ids), f"{where}: attention_mask") > 0
         mask = source["response_mask"]
@@ -477,9 +470,7 @@ class ArealDump(BatchDump):
                 yield row
 
     @classmethod
-    def row_of(  # pyright: ignore[reportIncompatibleVariableOverride]
-        cls, source: dict[str, Any], where: str, number: int, **known: Any
-    ) -> Iterator[Row]:
+    def row_of(cls, source: dict[str, Any], where: str, number: int, **known: Any) -> Iterator[Row]:
         ids = ids_of(source["input_ids"], f"{where}: input_ids")
         kept = floats_of(source["attention_mask"], len(ids), f"{where}: attention_mask") > 0
         if (following := numbers(source.get("prox_logp"))) is not None:

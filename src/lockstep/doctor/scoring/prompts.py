@@ -58,9 +58,7 @@ class Family:
     def reply_opening(self) -> str:
         return self.opening or self.before["assistant"]
 
-    def write(
-        self, messages: Sequence[Message], *, is_first: bool, has_opening: bool = True
-    ) -> str:
+    def write(self, messages: Sequence[Message], *, is_first: bool) -> str:
         """Messages, none of them the model's, as the format writes them before a reply."""
         text = self.first if is_first else ""
         kept = ""
@@ -71,7 +69,7 @@ class Family:
                 continue
             text += self.before[role] + kept + message.content + self.close(role)
             kept = ""
-        return text + (self.reply_opening if has_opening else "")
+        return text + self.reply_opening
 
 
 _TEXTS = tables_beside(__file__, "families.toml")
@@ -135,7 +133,7 @@ class Prompts:
     """The prompts that are tried for the rows of one tokenizer and renderer."""
 
     def __init__(
-        self, tokenizer: Tokenizer, renderer: Renderer | None, tools: Sequence[ToolSchema] = ()
+        self, tokenizer: Tokenizer, renderer: Renderer | None, tools: Sequence[ToolSchema]
     ) -> None:
         self.tokenizer, self.renderer, self.tools = tokenizer, renderer, tuple(tools)
         self._spelling = control_spelling(tokenizer)

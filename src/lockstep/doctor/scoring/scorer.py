@@ -45,8 +45,8 @@ ROUTER_STDS = (0.03, 0.3)  # flips are rare at one and common at the other
 class Scorer:
     """Loads one set of weights at a time, and scores rows by it."""
 
-    def __init__(self, *, device: str = "") -> None:
-        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    def __init__(self) -> None:
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self._loaded: tuple[Weights, Any] | None = None
 
     def load(self, weights: Weights) -> Any:
