@@ -50,14 +50,7 @@ class Row:
         self._logprobs: list[float] = []
         self._finish, self._version = None, None
 
-    def reply(
-        self,
-        prompt_ids: Any,
-        ids: Any,
-        logprobs: Any,
-        finish_reason: Any = None,
-        version: Any = None,
-    ) -> None:
+    def reply(self, prompt_ids, ids, logprobs, finish_reason=None, version=None) -> None:
         """One answer of the engine, its stop id included. version: of the weights that drew it."""
         self._prompts.append([int(i) for i in prompt_ids])
         self._replies.append([int(i) for i in ids])

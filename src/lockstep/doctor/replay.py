@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.report.document import to_document
 from lockstep.store.run import Run, load_run
 from lockstep.store.trajectories import TrajectoryRecord, read_row
-from lockstep.types import Float32Array, Segment
+from lockstep.types import Segment
 
 NUM_NAMES = 2000
 """Ids that are compared with an unknown one, to suggest the nearest."""
@@ -44,6 +45,7 @@ class Replay:
         """The output of the command, in its colours."""
         return as_html(self.show)
 
+    @cached_property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer of the run's model; None where it is not on this machine."""
         facts = Facts(trainer="lockstep", model=str(self.run.config.get("model", "")))
@@ -51,12 +53,11 @@ class Replay:
 
     def show(self, console: Console, *, has_all_tokens: bool = False) -> None:
         """Prints the dialogue, and its tokens coloured by trainer - rollout."""
-        record, trajectory, tokenizer = self.record, self.record.trajectory, self.tokenizer()
-        indices = trajectory.path(self.leaf)
-        path = [(trajectory.segments[i], record.trainer_logprobs[i]) for i in indices]
+        record, trajectory = self.record, self.record.trajectory
+        path = {index: trajectory.segments[index] for index in trajectory.path(self.leaf)}
         console.print(Text(printable(trajectory.id), style="bold"))
         where = f"step {record.step}" + (f", {self.split}" if self.split != "train" else "")
-        size = sum(len(segment) for segment, _ in path)
+        size = sum(map(len, path.values()))
         text = f"{where}, {trajectory.status}, reward {trajectory.reward:.4g}, {size} tokens"
         console.print(Text(text, style="dim"))
         if trajectory.error:
@@ -65,10 +66,46 @@ class Replay:
             text = f"this is the path to leaf {self.leaf}; others: {', '.join(others)} (ID/LEAF)"
             console.print(Text(text, style="dim"))
         begin = 0
-        for segment, trainer in path:
-            _show_dialogue(segment, begin, console)
-            _show_tokens(segment, trainer, begin, tokenizer, console, has_all_tokens)
+        for index, segment in path.items():
+            self._show_dialogue(segment, begin, console)
+            trainer, limit = record.trainer_logprobs[index], None if has_all_tokens else NUM_TOKENS
+            self._show_tokens(segment, trainer, begin, console, limit)
             begin += len(segment)
+
+    def _show_dialogue(self, segment: Segment, begin: int, console: Console) -> None:
+        """The origin of a segment, and its messages."""
+        sampled = f"turn {segment.turn + 1}, sampled by version {segment.policy_version}"
+        origin = sampled if segment.is_sampled else "observed"
+        head = f"\n{origin}, tokens {begin} to {begin + len(segment) - 1}"
+        if segment.finish_reason not in (None, "stop"):
+            head += f", ended by {segment.finish_reason}"
+        console.print(Text(head, style="bold cyan" if segment.is_sampled else "dim"))
+        for message in segment.messages:
+            for text in message.lines():
+                console.print(Text(f"  {_lines(text)}"))
+
+    def _show_tokens(
+        self, segment: Segment, trainer: Any, begin: int, console: Console, limit: int | None
+    ) -> None:
+        """All tokens in their colours; of a sampled segment, a table of those that differ most."""
+        tokenizer, rollout = self.tokenizer, segment.logprobs
+        gap = np.full(len(segment), np.nan, np.float32)
+        if rollout is not None and trainer is not None:
+            gap = trainer - rollout
+        line = Text("  ")
+        for id_, d in zip(segment.token_ids.tolist(), gap.tolist(), strict=True):
+            text = f"{id_} " if tokenizer is None else _lines(tokenizer.decode([id_]))
+            line.append(text, style=gap_style(d))
+        console.print(line)
+        if not segment.is_sampled:
+            return
+        worst_first = np.argsort(-np.nan_to_num(np.abs(gap)), kind="stable")
+        chosen = sorted(worst_first.tolist()[:limit])
+        table = token_table(chosen, segment.token_ids, rollout, trainer, tokenizer, begin=begin)
+        if len(chosen) < len(segment):
+            table.caption = f"{len(chosen)} of {len(segment)} tokens; --tokens lists all"
+            table.caption_justify = "left"
+        console.print(table)
 
     def to_json(self) -> dict[str, Any]:
         """The trajectory as it is stored, and the leaf of the path."""
@@ -102,23 +139,21 @@ def find(target: str) -> Replay:
     known = {entry[0]: entry for entry in stored}  # evaluations of all steps have the same ids
     trained = [entry for entry in stored if entry[2] == "train"]
     ends = [id_ for id_ in known if name and id_.endswith(name)]
-    head, _, leaf_name = name.rpartition("/")
-    rest = ""
-    if name in known:
-        _, address, split = known[name]
-    elif leaf_name.isdigit() and head in known:
-        (_, address, split), rest = known[head], leaf_name
-    elif name.isdigit() and int(name) < len(trained):
-        _, address, split = trained[int(name)]
-    elif not name.isdigit() and len(ends) == 1:
-        _, address, split = known[ends[0]]
-    else:
+    head, _, rest = name.rpartition("/")
+    rest = rest if name not in known and rest.isdigit() and head in known else ""
+    found = known.get(head if rest else name)
+    if found is None and name.isdigit():
+        found = next(iter(trained[int(name) :]), None)
+    elif found is None and len(ends) == 1:
+        found = known[ends[0]]
+    if found is None:
         steps, names = run.steps() or ["none"], list(known)
         near = get_close_matches(name, names[:NUM_NAMES], n=1) or names[:1]
         raise RunError(
             f"{run.path} holds no trajectory {name!r}; stored are steps {steps[0]} to {steps[-1]}, "
             f"{len(stored)} in all (record.keep). Did you mean {near[0]!r}?"
         )
+    _, address, split = found
     record = read_row(*address)
     trajectory = record.trajectory
     leaves = trajectory.leaves()
@@ -129,48 +164,6 @@ def find(target: str) -> Replay:
         shown = ", ".join(map(str, leaves))
         raise RunError(f"trajectory {trajectory.id} has no leaf {leaf}; it has {shown}.")
     return Replay(run=run, record=record, split=split, leaf=leaf)
-
-
-def _show_dialogue(segment: Segment, begin: int, console: Console) -> None:
-    """The origin of a segment, and its messages."""
-    sampled = f"turn {segment.turn + 1}, sampled by version {segment.policy_version}"
-    origin = sampled if segment.is_sampled else "observed"
-    head = f"\n{origin}, tokens {begin} to {begin + len(segment) - 1}"
-    if segment.finish_reason not in (None, "stop"):
-        head += f", ended by {segment.finish_reason}"
-    console.print(Text(head, style="bold cyan" if segment.is_sampled else "dim"))
-    for message in segment.messages:
-        for text in message.lines():
-            console.print(Text(f"  {_lines(text)}"))
-
-
-def _show_tokens(
-    segment: Segment,
-    trainer: Float32Array | None,
-    begin: int,
-    tokenizer: Tokenizer | None,
-    console: Console,
-    has_all_tokens: bool,
-) -> None:
-    """All tokens in their colours; of a sampled segment, a table of the tokens that differ most."""
-    rollout = segment.logprobs
-    gap = np.full(len(segment), np.nan, np.float32)
-    if rollout is not None and trainer is not None:
-        gap = trainer - rollout
-    line = Text("  ")
-    for id_, d in zip(segment.token_ids.tolist(), gap.tolist(), strict=True):
-        text = f"{id_} " if tokenizer is None else _lines(tokenizer.decode([id_]))
-        line.append(text, style=gap_style(d))
-    console.print(line)
-    if not segment.is_sampled:
-        return
-    worst_first = np.argsort(-np.nan_to_num(np.abs(gap)), kind="stable")
-    chosen = sorted(worst_first.tolist()[: None if has_all_tokens else NUM_TOKENS])
-    table = token_table(chosen, segment.token_ids, rollout, trainer, tokenizer, begin=begin)
-    if len(chosen) < len(segment):
-        table.caption = f"{len(chosen)} of {len(segment)} tokens; --tokens lists all"
-        table.caption_justify = "left"
-    console.print(table)
 
 
 def _lines(text: str) -> str:

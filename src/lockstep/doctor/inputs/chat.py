@@ -51,7 +51,8 @@ class ChatDump(LineDump):
         prefix = f"{path.stem}:" if len(self.files) > 1 else ""
         for part, chain in enumerate(chains):
             name = f"{prefix}{number - 1}" + (f".{part}" if part else "")
-            yield _row(chain, name, line, dialogue)
+            said = dialogue and dialogue[: chain[-1].number + 1]
+            yield _row(chain, line, row_id=name, messages=said)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +70,8 @@ class _Reply:
         return np.array_equal(reply.prompt[: len(row)], row)
 
 
-def _row(
-    chain: Sequence[_Reply],
-    name: str,
-    line: Line,
-    dialogue: tuple[Message, ...] | None,
-) -> Row:
-    """The row of replies. Each reply continues the one before."""
+def _row(chain: Sequence[_Reply], line: Line, **known: Any) -> Row:
+    """The row of replies. Each reply continues the one before. known: further fields of the row."""
     last = chain[-1]
     ids = np.concatenate([last.prompt, last.ids])
     turn = np.full(len(ids), -1, np.int32)
@@ -86,7 +82,6 @@ def _row(
         logprobs[place] = np.nan if reply.logprobs is None else reply.logprobs
     has_logprobs = any(reply.logprobs is not None for reply in chain)
     return Row.of(
-        row_id=name,
         token_ids=ids,
         loss_mask=turn >= 0,
         turn=turn,
@@ -95,7 +90,7 @@ def _row(
         rollout_logprobs=logprobs if has_logprobs else None,
         rewards=line.get("reward"),
         groups=line.get("_ng_task_index"),  # NeMo-Gym's
-        messages=None if dialogue is None else dialogue[: last.number + 1],
+        **known,
     )
 
 

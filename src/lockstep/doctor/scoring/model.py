@@ -232,19 +232,12 @@ def digest(rows: Rows) -> str:
     return out.hexdigest()
 
 
-def open_model(
-    dump: Dump,
-    facts: Facts,
-    *,
-    model: str | Path | Model,
-    adapter: str | Path = "",
-    against: Sequence[str | Path] = (),
-) -> Model:
-    """The model at hand. Raises CheckpointError if it is too large or torn, ConfigError for what
-    names no model."""
+def open_model(dump: Dump, facts: Facts, *, model: str | Path | Model, **more: Any) -> Model:
+    """The model at hand. more: for `weights_at_hand`. Raises CheckpointError if it is too large or
+    torn, ConfigError for what names no model."""
     if isinstance(model, Model):
         return model
-    weights, config = weights_at_hand(dump, model, adapter=adapter, against=against)
+    weights, config = weights_at_hand(dump, model, **more)
     found = Model(weights=weights, config=config, facts=facts)
     found.scorer.load(weights[0])  # a torn file is refused here
     return found
