@@ -212,12 +212,12 @@ class Diagnosis:
         """Share of the sum of k2 = d^2 / 2 that the cause explains; 0 if it moves no log-prob."""
         if self.is_float_noise:
             return 0.0
-        return min(sum(share.k2 for share in self._shares(cause)), 1.0)
+        return min(self.examination.shares.get(cause, Share()).k2, 1.0)
 
     def range_of(self, cause: str) -> tuple[float, float]:
         """The interval of that share: two standard errors over rows."""
-        steps = [] if self.is_float_noise else self._shares(cause)
-        return sum(step.least for step in steps), min(sum(step.most for step in steps), 1.0)
+        found = Share() if self.is_float_noise else self.examination.shares.get(cause, Share())
+        return found.least, min(found.most, 1.0)
 
     def certainty_of(self, cause: Cause, finding: Finding) -> tuple[Certainty, str]:
         """How certain the cause is, and why."""
@@ -259,9 +259,6 @@ class Diagnosis:
         """Places of the unexplained gap, if it is on few tokens; empty if it is even or small."""
         left = self.examination.after
         return [] if left.total.max_abs < FLOAT_NOISE else left.concentrations()
-
-    def _shares(self, cause: str) -> list[Share]:
-        return [s for s in self.examination.shares if s.cause == cause]
 
     # -- on a screen --------------------------------------------------------------------------
 

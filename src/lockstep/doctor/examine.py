@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -51,12 +52,11 @@ MAX_ROWS = 200
 """Rows of each sort that a page can show, whatever the size of the dump."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class Share:
     """Share of the gap that a cause explains, with its interval."""
 
-    cause: str
-    k2: float
+    k2: float = 0.0
     least: float = 0.0
     most: float = 0.0
 
@@ -70,13 +70,18 @@ class Examination:
     """Gap of the rows as they are, by place."""
     after: Split = field(default_factory=Split)
     """The unexplained gap, after all repairs. Of the sample, if a cause was found there."""
-    shares: list[Share] = field(default_factory=list[Share])
+    shares: dict[str, Share] = field(default_factory=lambda: defaultdict[str, Share](Share))
+    """Cause -> its share: the sum over the checks that found it."""
     num_rows: int = 0
     num_tokens: int = 0
     limit: float = 0.0
     """Mean of d^2 / 2 that numerics can make."""
     rivals: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     """Cause -> causes that explain the same."""
+
+    def add_share(self, cause: str, k2: float, least: float, most: float) -> None:
+        share = self.shares[cause]
+        share.k2, share.least, share.most = share.k2 + k2, share.least + least, share.most + most
 
     @property
     def gap(self) -> Gap:
@@ -86,7 +91,7 @@ class Examination:
     @property
     def unexplained_k2(self) -> float:
         """Share of k2 that no cause explains; 1 without causes."""
-        return max(1.0 - sum(share.k2 for share in self.shares), 0.0)
+        return max(1.0 - sum(share.k2 for share in self.shares.values()), 0.0)
 
     @property
     def is_numeric(self) -> bool:
@@ -208,7 +213,7 @@ def examine(
         out.findings += tally.findings(missing[tally.fact.name])
         for cause, count in tally.counts.items():
             share = min(max(count.gap.k2 / whole, 0.0), 1.0)
-            out.shares.append(Share(cause=cause, k2=share, least=share, most=share))
+            out.add_share(cause, share, share, share)
     rows = sample.rows()
     lacks = set(SIDES.values()) - known
     if rows is not None and not lacks:
@@ -227,7 +232,8 @@ def examine(
             replace(f, verdict="consistent", cause="") if f.cause in learnt else f
             for f in out.findings
         ]
-        out.shares = [share for share in out.shares if share.cause not in learnt]
+        for cause in learnt:
+            out.shares.pop(cause, None)
     if only:
         out.findings = [finding for finding in out.findings if finding.check in only]
     return out
@@ -259,15 +265,14 @@ def _explain(out: Examination, view: View, *, is_live: bool) -> None:
     for judged, share, half in found.causes:
         share *= left
         out.findings.append(_named(view, judged))
-        least, most = max(share - half, 0.0), min(share + half, 1.0)
-        out.shares.append(Share(cause=judged.cause, k2=share, least=least, most=most))
+        out.add_share(judged.cause, share, max(share - half, 0.0), min(share + half, 1.0))
         view = repaired(view, judged)
     told = None if setting.model is None or is_enough(view) else rest_of(view, found)
     if told is not None and told[0] not in {f.cause for f in out.findings}:
         cause, words, part = told
         rest, share = HYPOTHESES["hypotheses/rest"], part * out.unexplained_k2
         out.findings.append(_finding(rest, "differs", words, cause=cause))
-        out.shares.append(Share(cause=cause, k2=share, most=share))
+        out.add_share(cause, share, 0.0, share)
         if CAUSES[cause].room != "noise" and share >= MIN_SHARE:
             # Another model sampled, so this one's numbers for other inputs rule out nothing.
             found.lost -= {h.name for h in HYPOTHESES.values() if "model" in h.needs}

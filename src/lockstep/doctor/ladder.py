@@ -297,7 +297,7 @@ class _Climber:
         rows = Rows.of(samples, trainer_logprobs=np.concatenate(trainer), engine_ids=engine_ids)
         examined = examine(lambda: [rows], self.setting, has=rows.has, is_live=True)
         gap = gap_of(rows.gap)
-        shares = {share.cause: share.k2 for share in examined.shares}
+        shares = {cause: share.k2 for cause, share in examined.shares.items()}
         causes = [f.cause for f in examined.findings if f.verdict == "differs"]
         alarm = mismatch_alarm(
             {f"mismatch/{key}": value for key, value in gap.means().items()},

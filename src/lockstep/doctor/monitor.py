@@ -21,10 +21,9 @@ from lockstep.doctor.inputs.native import write_rows
 from lockstep.doctor.inputs.run_dump import (
     MONITOR,
     TRAINED,
+    engine_turns,
     facts_of,
     prompt_length,
-    prompts,
-    replies,
 )
 from lockstep.doctor.rows import Rows
 from lockstep.doctor.watch import Watch, choose
@@ -94,16 +93,14 @@ def rows_of(samples: Sequence[Sample], groups: Sequence[Group], *, version: int)
     """Rows as they are trained, and the ids that the engine returned. Without messages:
     the engine's ids show more, and rendering again would cost as much as all other checks."""
     trajectories = {t.id: t for group in groups for t in group.trajectories}
-    placed = [
-        (trajectories[name], int(leaf))
-        for name, _, leaf in (sample.id.rpartition("/") for sample in samples)
-    ]
+    named = (sample.id.rpartition("/") for sample in samples)
+    turns = [engine_turns(trajectories[name], int(leaf)) for name, _, leaf in named]
     return Rows.of(
         samples,
         trainer_version=np.where([trainer_logprobs(s) is None for s in samples], -1, version),
         prompt_lengths=np.array([prompt_length(sample) for sample in samples], np.int64),
-        engine_ids=tuple(replies(t, leaf) for t, leaf in placed),
-        engine_prompt_ids=tuple(tuple(prompts(t, leaf)) for t, leaf in placed),
+        engine_ids=tuple(returned for _, returned in turns),
+        engine_prompt_ids=tuple(sent for sent, _ in turns),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -66,11 +66,7 @@ class RunDump(RowDump):
             trained = self._trained(step)
             for record in self._run.trajectories(step):
                 for sample in record.trajectory.rows():
-                    row = self._row(record, sample)
-                    if sample.id in trained:
-                        sent = tuple(prompts(record.trajectory, sample.leaf))
-                        row = _as_trained(row, trained[sample.id], sent)
-                    yield row
+                    yield self._row(record, sample, trained.get(sample.id))
 
     def _trained(self, step: int) -> dict[str, Row]:
         """Id -> the row as it was trained, for rows that differ from the sampled ones."""
@@ -80,8 +76,10 @@ class RunDump(RowDump):
     def step_metrics(self) -> Iterable[Mapping[str, Any]]:
         return self._run.metrics
 
-    def _row(self, record: TrajectoryRecord, sample: Sample) -> Row:
+    def _row(self, record: TrajectoryRecord, sample: Sample, trained: Row | None) -> Row:
+        """The row as it was sampled; or with the ids, mask and columns of `trained`."""
         trajectory, leaf = record.trajectory, sample.leaf
+        sent, returned = engine_turns(trajectory, leaf)
 
         def of_segments(values: Sequence[Float32Array | None]) -> Float32Array:
             column = np.full(len(sample), np.nan, np.float32)
@@ -93,7 +91,7 @@ class RunDump(RowDump):
         columns = sample.columns
         version = self._versions.get(record.step)
         is_scored = any(record.trainer_logprobs[i] is not None for i in sample.segments)
-        return Row.of(
+        row = Row.of(
             row_id=sample.id,
             token_ids=sample.token_ids,
             loss_mask=sample.loss_mask,
@@ -110,9 +108,14 @@ class RunDump(RowDump):
             groups=record.group,
             steps=record.step,
             messages=tuple(trajectory.messages(leaf)),
-            engine_ids=replies(trajectory, leaf),
-            engine_prompt_ids=tuple(islice(prompts(trajectory, leaf), 1)),
+            engine_ids=returned,
+            engine_prompt_ids=sent[:1],
         )
+        if trained is None:
+            return row
+        kept = {"messages", "engine_ids", "rewards", "groups", "steps"}
+        said = {name: value for name, value in row.columns.items() if name in kept}
+        return replace(trained, columns=trained.columns | said | {"engine_prompt_ids": sent})
 
     def _notes(self) -> list[str]:
         out: list[str] = []
@@ -155,37 +158,23 @@ def facts_of(config: Mapping[str, Any], environment: Mapping[str, Any]) -> Facts
     )
 
 
-def _as_trained(row: Row, trained: Row, sent: tuple[Int32Array, ...]) -> Row:
-    """The row with the ids, mask and columns that were trained; the engine's own data stay. sent:
-    the ids that it was sent before each reply."""
-    kept = {"messages", "engine_ids", "rewards", "groups", "steps"}
-    said = {name: value for name, value in row.columns.items() if name in kept}
-    said["engine_prompt_ids"] = sent
-    return replace(trained, columns=trained.columns | said)
-
-
 def prompt_length(sample: Sample) -> int:
     """Tokens before the first sampled one."""
     is_sampled = sample.columns["turn"] >= 0
     return int(np.argmax(is_sampled)) if is_sampled.any() else len(sample)
 
 
-def prompts(trajectory: Trajectory, leaf: int) -> Iterator[Int32Array]:
-    """The ids that the engine was sent before each turn on the path to `leaf`: all before it."""
-    sent, turn = list[Int32Array](), -1
-    for segment in (trajectory.segments[i] for i in trajectory.path(leaf)):
-        if segment.is_sampled and segment.turn != turn:
-            turn = segment.turn
-            yield np.concatenate(sent) if sent else np.empty(0, np.int32)
-        sent.append(segment.token_ids)
-
-
-def replies(trajectory: Trajectory, leaf: int) -> tuple[Int32Array, ...]:
-    """The ids that the engine returned on the path to `leaf`, turn by turn. A turn during which the
-    weights changed has two segments, and is one reply."""
-    segments = [trajectory.segments[i] for i in trajectory.path(leaf)]
-    sampled = [segment for segment in segments if segment.is_sampled]
-    return tuple(
-        np.concatenate([segment.token_ids for segment in turn])
-        for _, turn in groupby(sampled, key=lambda segment: segment.turn)
-    )
+def engine_turns(
+    trajectory: Trajectory, leaf: int
+) -> tuple[tuple[Int32Array, ...], tuple[Int32Array, ...]]:
+    """The ids that the engine was sent before each turn on the path to `leaf`, and the ids that it
+    returned. A turn during which the weights changed has two segments, and is one reply."""
+    sent, prompts, replies = [np.empty(0, np.int32)], list[Int32Array](), list[Int32Array]()
+    path = (trajectory.segments[i] for i in trajectory.path(leaf))
+    for (is_sampled, _), segments in groupby(path, key=lambda one: (one.is_sampled, one.turn)):
+        ids = np.concatenate([segment.token_ids for segment in segments])
+        if is_sampled:
+            prompts.append(np.concatenate(sent))
+            replies.append(ids)
+        sent.append(ids)
+    return tuple(prompts), tuple(replies)
