@@ -54,7 +54,7 @@ def diagnose(
     dump = source if isinstance(source, Dump) else open_dump(source, format=format)
     facts = facts or dump.facts
     of_model = facts if str(model) in ("", OWN) else replace(facts, model=str(model), tokenizer="")
-    words = tokenization_of(of_model, tokenizer, renderer)
+    words = find_tokenization(of_model, tokenizer=tokenizer, renderer=renderer)
     words = _of_rows(words, dump, is_given=tokenizer is not None)
     setting = make_setting(facts, words, tuple(dump.step_metrics()))
     for name in only:
@@ -97,17 +97,6 @@ def diagnose(
         lacks=lacks,
         unjudged=tuple(unjudged),
     )
-
-
-def tokenization_of(
-    facts: Facts, tokenizer: Tokenizer | str | None, renderer: Renderer | str | None
-) -> Tokenization:
-    """The tokenizer and renderer that the caller gives, as objects or by name; else by `facts`."""
-    if renderer is not None and not isinstance(renderer, str):
-        return Tokenization(tokenizer=renderer.tokenizer, renderer=renderer)
-    if isinstance(tokenizer, Tokenizer):
-        return Tokenization(tokenizer=tokenizer, lacks={"renderer": "none was given"})
-    return find_tokenization(facts, tokenizer=tokenizer or "", renderer=renderer or "")
 
 
 def _of_rows(words: Tokenization, dump: Dump, *, is_given: bool) -> Tokenization:

@@ -212,7 +212,7 @@ def examine(
     for tally in tallies:
         out.findings += tally.findings(missing[tally.fact.name])
         for cause, count in tally.counts.items():
-            share = min(max(count.gap.k2 / whole, 0.0), 1.0)
+            share = min(max(count.k2 / whole, 0.0), 1.0)
             out.add_share(cause, share, share, share)
     rows = sample.rows()
     lacks = set(SIDES.values()) - known

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,11 +37,6 @@ class Gap:
         for name in ("tokens", "d", "k2", "k3"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.max_abs = max(self.max_abs, other.max_abs)
-
-    def without(self, other: Gap) -> Gap:
-        """The sums that are not in the other's; the largest difference stays."""
-        names = ("tokens", "d", "k2", "k3")
-        return replace(self, **{n: getattr(self, n) - getattr(other, n) for n in names})
 
     def means(self) -> dict[str, float]:
         """k1 = mean(rollout - trainer), k2 and k3, as docs/correction.md defines them."""

@@ -72,14 +72,21 @@ class Tokenization:
     """"tokenizer", "renderer" -> why it is missing and how to give it."""
 
 
-def find_tokenization(facts: Facts, *, tokenizer: str = "", renderer: str = "") -> Tokenization:
-    """The tokenizer and renderer that the user names, or else the names in `facts`.
+def find_tokenization(
+    facts: Facts, *, tokenizer: Tokenizer | str | None = "", renderer: Renderer | str | None = ""
+) -> Tokenization:
+    """The tokenizer and renderer that the user gives, as objects or by name; or else the names in
+    `facts`.
 
     tokenizer: a directory or a tokenizer.json, a shipped model, or ORGANISATION/NAME on the hub
     (only the small files are fetched). renderer: a name (harmony, chatml, ...) or settings as JSON.
     Raises ConfigError or RendererError if the user's choice is missing; a
     missing choice of the input is left out, and nothing is fetched for it.
     """
+    if renderer is not None and not isinstance(renderer, str):
+        return Tokenization(tokenizer=renderer.tokenizer, renderer=renderer)
+    if isinstance(tokenizer, Tokenizer):
+        return Tokenization(tokenizer=tokenizer, lacks={"renderer": "none was given"})
     try:
         place = locate(tokenizer, may_fetch=True) if tokenizer else _place_named(facts)
         found = Tokenizer.from_file(place, has_prefix=False)

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lockstep.doctor.diagnose import diagnose, make_setting, tokenization_of
+from lockstep.doctor.diagnose import diagnose, make_setting
 from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.examine import Examination, examine
 from lockstep.doctor.html_page import write_page
@@ -41,7 +41,7 @@ from lockstep.doctor.inputs.trainers import (
     VerlDump,
 )
 from lockstep.doctor.rows import SIDES, Rows
-from lockstep.doctor.tokenization import Tokenization, why_beyond
+from lockstep.doctor.tokenization import Tokenization, find_tokenization, why_beyond
 from lockstep.errors import ConfigError, LockstepError, MismatchError, named
 from lockstep.observe.alarms import CRITICAL_LIMIT
 from lockstep.renderers.base import Renderer
@@ -57,6 +57,8 @@ UNEXPLAINED = "unexplained"
 """Told of a gap beyond the critical alarm that has no cause."""
 
 OnCause = Literal["warn", "raise"] | Callable[[MismatchError], object]
+Metrics = dict[str, float]
+"""Name of a metric -> its value."""
 MakeRows = Callable[[int], Rows | None]
 """Limit -> at most this number of rows of a step; None if it has no rows."""
 _log = logging.getLogger(__name__)
@@ -141,33 +143,29 @@ class Watch:
 
     # -- batches of trainers ------------------------------------------------------------------
 
-    def trl(self, batch: Any, *, step: int, group_size: int = 0) -> dict[str, float]:
+    def trl(self, batch: Any, *, step: int, group_size: int = 0) -> Metrics:
         """Looks at the value of a GRPOTrainer's `_generate_and_score_completions`.
 
         group_size: rows of one prompt, one after the other; 0 if it is unknown."""
         return self._look_at(TrlDump, step, batch, group_size=group_size)
 
-    def verl(
-        self, batch: Any, *, step: int, tags: Any = None, keys: Any = None
-    ) -> dict[str, float]:
+    def verl(self, batch: Any, *, step: int, tags: Any = None, keys: Any = None) -> Metrics:
         """Looks at a `DataProto` that has all its columns, or at the TensorDict of the v1 trainer's
         queue: tags and keys are then of its batch."""
         return self._look_at(VerlDump, step, batch, tags=tags, keys=keys)
 
-    def slime(self, batch: Any, *, step: int) -> dict[str, float]:
+    def slime(self, batch: Any, *, step: int) -> Metrics:
         """Looks at the `rollout_data` of a rank (with the trainer's log-probs), or at a list of
         samples (without)."""
         return self._look_at(SlimeDump, step, batch, rank=_rank())
 
-    def tinker(
-        self, datums: Sequence[Any], training_logprobs: Sequence[Any] | None = None, *, step: int
-    ) -> dict[str, float]:
+    def tinker(self, datums: Sequence[Any], training_logprobs: Any = None, *, step: int) -> Metrics:
         """Looks at the datums of a step, and the log-probs of its forward pass, one tensor each."""
         return self._look_at(TinkerDump, step, datums, training_logprobs)
 
     def prime_rl(
         self, micro_batch: Mapping[str, Any], output: Any, lengths: Sequence[int], *, step: int
-    ) -> dict[str, float]:
+    ) -> Metrics:
         """Takes a micro batch, with arguments of `token_exporter.export`; looks at the sequences of
         a step when the next begins, or the page is written.
 
@@ -187,7 +185,7 @@ class Watch:
         taken.seconds += self._clock() - began
         return found
 
-    def _look_at_sequences(self) -> dict[str, float]:
+    def _look_at_sequences(self) -> Metrics:
         """Looks at what `prime_rl` took of the step that is over."""
         taken, self._sequences.lines = replace(self._sequences), []
         if not taken.lines or self._is_off:
@@ -195,14 +193,12 @@ class Watch:
         rows = partial(self._rows_of, PrimeRlDump, taken.step, (taken.lines,), {})
         return self.look(taken.step, rows, taken.limit, taken.seconds)
 
-    def rows(self, rows: Sequence[Mapping[str, Any]], *, step: int) -> dict[str, float]:
+    def rows(self, rows: Sequence[Mapping[str, Any]], *, step: int) -> Metrics:
         """Looks at rows of your own: mappings with `token_ids`, `loss_mask` and any other columns
         of docs/doctor-dumps.md, as lists, arrays or tensors."""
         return self._look_at(RowsDump, step, rows)
 
-    def _look_at(
-        self, kind: type[RowDump], step: int, *batch: Any, **more: Any
-    ) -> dict[str, float]:
+    def _look_at(self, kind: type[RowDump], step: int, *batch: Any, **more: Any) -> Metrics:
         return self.look(step, partial(self._rows_of, kind, step, batch, more))
 
     def _rows_of(
@@ -230,7 +226,7 @@ class Watch:
 
     def look(
         self, step: int, make_rows: MakeRows, limit: int | None = None, seconds_before: float = 0.0
-    ) -> dict[str, float]:
+    ) -> Metrics:
         """The metrics `doctor/...` of one step; empty if it is not looked at.
 
         Each cause is reported once, when it is first found; the rows that show it are kept. limit:
@@ -471,14 +467,14 @@ def _words(
     be."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        return tokenization_of(facts, tokenizer, renderer), ""
+        return find_tokenization(facts, tokenizer=tokenizer, renderer=renderer), ""
     name, vocabulary = str(getattr(tokenizer, "name_or_path", "")), backend.to_str()
     try:
         whole = Tokenizer.from_json(vocabulary, where=name or "tokenizer of the trainer")
     except LockstepError as error:
         return Tokenization(lacks={"tokenizer": str(error), "renderer": "it needs a tokenizer"}), ""
     given = name if isinstance(renderer, str) else whole  # a renderer's name finds its settings
-    return tokenization_of(facts, given, renderer), vocabulary
+    return find_tokenization(facts, tokenizer=given, renderer=renderer), vocabulary
 
 
 def _words_of(error: Exception) -> str:

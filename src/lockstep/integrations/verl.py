@@ -31,8 +31,8 @@ from lockstep.agent.gateway.session import GatewaySession
 from lockstep.agent.turns import Budget, TurnSampler
 from lockstep.correction.layout import Layout
 from lockstep.correction.weighing import correct
-from lockstep.doctor.diagnose import tokenization_of
 from lockstep.doctor.inputs.base import Facts
+from lockstep.doctor.tokenization import find_tokenization
 from lockstep.engines.base import Capabilities, Engine
 from lockstep.errors import ConfigError, EngineError
 from lockstep.integrations.common import Settings, check_version, hook_of, token_losses, watch_of
@@ -261,7 +261,7 @@ class Servers(Engine):
 @cache
 def _gateway_of(model: str) -> tuple[RunGateway, Renderer]:
     """One gateway for a process, and the renderer of its model."""
-    words = tokenization_of(Facts(), model, None)
+    words = find_tokenization(Facts(), tokenizer=model)
     if words.renderer is None:
         raise ConfigError(f"the agent loop has no renderer of {model}: {words.lacks['renderer']}")
     return RunGateway(GatewayConfig(), words.renderer, model=model), words.renderer

@@ -23,7 +23,7 @@ from lockstep.doctor.findings import (
     claim_of,
     evidence_at,
 )
-from lockstep.doctor.gap import Gap, gap_of
+from lockstep.doctor.gap import gap_of
 from lockstep.doctor.rows import Rows
 from lockstep.errors import LockstepError
 from lockstep.types import Int64Array
@@ -136,8 +136,8 @@ class _Count:
     basis: Basis
     places: int = 0
     rows: int = 0
-    gap: Gap = field(default_factory=Gap)
-    """Sums of the gap that the repair removes."""
+    k2: float = 0.0
+    """Sum of d^2 / 2 that the repair removes."""
     evidence: list[Evidence] = field(default_factory=list[Evidence])
     """The longest places."""
 
@@ -177,9 +177,9 @@ class Tally:
             hit[one.cause].update(rows.row_of[at].tolist())
             count = self.counts.setdefault(one.cause, _Count(note=one.note, basis=one.basis))
             count.add(rows, one)
-            before = gap_of(left.gap)
+            before = gap_of(left.gap).k2
             left = one.repaired(left)
-            count.gap.add(before.without(gap_of(left.gap)))
+            count.k2 += before - gap_of(left.gap).k2
         for cause, numbers in hit.items():
             self.counts[cause].rows += len(numbers)
         return left

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lockstep.doctor.facts.base import FAR, MIN_EQUAL, Contradiction, fact
+from lockstep.doctor.facts.base import FAR, MIN_EQUAL, Contradiction, Places, fact
 from lockstep.doctor.findings import Basis, Setting
 from lockstep.doctor.gap import gap_of
 from lockstep.doctor.rows import Rows
@@ -183,18 +183,16 @@ def routes(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
 @fact()
 def prompt_twice(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     """A row holds its prompt once."""
-    begin = list[int]()
-    end = list[int]()
+    out = Places(reaches_on=not setting.model)
     first = rows.firsts(np.flatnonzero(rows.sampled))
     for row, tokens in enumerate(rows.slices):
         size = min(int(first[row]), tokens.stop) - tokens.start
         prompt = rows.token_ids[tokens.start : tokens.start + size]
         half = size // 2
         if half >= 2 * MIN_EQUAL and np.array_equal(prompt[:half], prompt[half:]):
-            begin.append(tokens.start + half)
-            end.append(tokens.start + size)
-    note = "the row contains the prompt twice"
-    yield Contradiction("duplicated_prompt", note, begin, end, reaches_on=not setting.model)
+            begin, end = tokens.start + half, tokens.start + size
+            out.add("duplicated_prompt", "the row contains the prompt twice", begin, end)
+    yield from out.all()
 
 
 @fact()

@@ -354,18 +354,15 @@ def _without_system(messages: Sequence[Message]) -> list[Message] | None:
     return kept if kept and len(kept) < len(messages) else None
 
 
-def _mapped(edit: Callable[[str], str]) -> _Change:
-    def change(messages: Sequence[Message]) -> list[Message] | None:
-        out = [replace(m, content=edit(m.content)) for m in messages]
-        return out if out != list(messages) else None
-
-    return change
+def _stripped(messages: Sequence[Message]) -> list[Message] | None:
+    out = [replace(m, content=m.content.strip()) for m in messages]
+    return out if out != list(messages) else None
 
 
 _CHANGES: Mapping[str, _Change] = {
     "": list,
     ", without the system message": _without_system,
-    ", with white space around the words stripped": _mapped(str.strip),
+    ", with white space around the words stripped": _stripped,
     **{f", with the system message {words!r}": _with_system(words) for words in DEFAULT_SYSTEMS},
 }
 """Change of the messages in words -> the change; None where it does not apply."""
