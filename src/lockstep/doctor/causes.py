@@ -39,24 +39,12 @@ class Cause:
         return self.kind or self.name
 
 
-ENGINES = ("vllm", "sglang", "transformers")
-"""The programs of `in_engines`; all others are trainers."""
-
-
-def _read(tables: Mapping[Any, Any]) -> dict[str, Cause]:
-    """The causes of the tables of rooms, in their order."""
-    found: dict[str, Cause] = {}
-    for room, causes in tables.items():
-        for name, told in causes.items():
-            programs = told.pop("in", {})
-            in_engines = {p: programs.pop(p) for p in list(programs) if p in ENGINES}
-            found[name] = Cause(
-                name=name, room=room, **told, in_trainers=programs, in_engines=in_engines
-            )
-    return found
-
-
-CAUSES: dict[str, Cause] = _read(tables_beside(__file__))
+_TABLES: Mapping[Any, Mapping[str, Any]] = tables_beside(__file__)
+CAUSES: dict[str, Cause] = {
+    name: Cause(name=name, room=room, **told)
+    for room, causes in _TABLES.items()
+    for name, told in causes.items()
+}
 """Every cause by name; `add_cause` adds a plugin's."""
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from lockstep.config import did_you_mean
 from lockstep.doctor.diagnosis import Diagnosis
-from lockstep.doctor.examine import RowChoice, examine, names
-from lockstep.doctor.facts.physical import PHYSICAL, contradictions
+from lockstep.doctor.examine import examine, names
 from lockstep.doctor.findings import RunFacts, Setting
 from lockstep.doctor.inputs.base import Dump, Facts
 from lockstep.doctor.inputs.registry import open_dump
@@ -58,9 +57,8 @@ def diagnose(
     words = _of_rows(words, dump, is_given=tokenizer is not None)
     setting = make_setting(facts, words, tuple(dump.step_metrics()))
     for name in only:
-        known = [*names(), PHYSICAL]
-        if name not in known:
-            near = did_you_mean(name, known)
+        if name not in names():
+            near = did_you_mean(name, names())
             raise ConfigError(f"--only {name}: there is no such fact or hypothesis.{near}")
     lacks = {**words.lacks, **dump.lacks}
     unjudged = [why for why in (words.lacks.get("messages"),) if why]
@@ -73,18 +71,17 @@ def diagnose(
         except (CheckpointError, MissingExtraError) as error:
             lacks["model"] = str(error)
             unjudged.append(f"the model cannot be used: {error}")
-    choice = RowChoice()
-    examination = examine(read, setting, has=dump.has, only=only, on_rows=choice.add)
+    examination = examine(read, setting, has=dump.has, only=only)
     if examination.num_rows and not examination.num_tokens:
         raise DataError(
             f"{dump.path}: all {examination.num_rows} rows are empty: there is no token to judge."
         )
-    found = contradictions(setting)
-    if not only or found.check in only:
-        examination.findings.append(found)
-    named = {"format": format, "tokenizer": tokenizer, "renderer": renderer}
-    named |= {"model": model, "adapter": adapter}
-    given = [*named.items(), *(("against", weights) for weights in against)]
+    given = [("format", format), ("tokenizer", tokenizer), ("renderer", renderer)]
+    given += [
+        ("model", model),
+        ("adapter", adapter),
+        *(("against", weights) for weights in against),
+    ]
     texts = [(name, value) for name, value in given if isinstance(value, str | Path) and value]
     return Diagnosis(
         dump=dump,
@@ -92,7 +89,6 @@ def diagnose(
         examination=examination,
         seconds=time.perf_counter() - began,
         only=tuple(only),
-        choice=choice,
         options=tuple(word for name, value in texts for word in (f"--{name}", str(value))),
         lacks=lacks,
         unjudged=tuple(unjudged),

@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from lockstep.doctor.causes import CAUSES, Cause
-from lockstep.doctor.examine import Examination, RowChoice, Share
+from lockstep.doctor.examine import Examination, Share
 from lockstep.doctor.explain import HYPOTHESES, MIN_SHARE
 from lockstep.doctor.findings import FLOAT_NOISE, MOST, Evidence, Finding, Setting
 from lockstep.doctor.gap import Gap, Place, Split
@@ -62,8 +62,6 @@ class Diagnosis:
     seconds: float
     only: tuple[str, ...] = ()
     """Requested checks; empty: all."""
-    choice: RowChoice = field(default_factory=RowChoice)
-    """Rows to show: the worst, and a sample of all."""
     options: tuple[str, ...] = ()
     """Options about the input on the command line: ("--tokenizer", DIR)."""
     lacks: Mapping[str, str] = field(default_factory=dict[str, str])

@@ -30,6 +30,7 @@ from lockstep.doctor.explain import (
     size,
 )
 from lockstep.doctor.facts.base import FACTS, Fact, Tally
+from lockstep.doctor.facts.physical import PHYSICAL, contradictions
 from lockstep.doctor.facts.values import step_of
 from lockstep.doctor.findings import MAX_EVIDENCE, MOST, Finding, Setting, Verdict
 from lockstep.doctor.gap import Gap, Split
@@ -62,6 +63,32 @@ class Share:
 
 
 @dataclass(kw_only=True)
+class RowChoice:
+    """The rows to show, the worst and a fair sample, by their numbers in the dump."""
+
+    worst: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
+    """(largest |d|, number) of the rows with the largest gaps."""
+    num_rows: int = 0
+
+    def add(self, rows: Rows) -> None:
+        """Takes the next chunk into account."""
+        numbers = range(self.num_rows, self.num_rows + len(rows))
+        self.num_rows += len(rows)
+        largest = np.full(len(rows), -1.0)  # of a row without a compared token
+        np.maximum.at(largest, rows.row_of[rows.compared], np.abs(rows.gap[rows.compared]))
+        worst = zip(largest.tolist(), numbers, strict=True)
+        self.worst = nlargest(MAX_ROWS, [*self.worst, *worst])
+
+    @property
+    def numbers(self) -> list[tuple[int, str]]:
+        """(number, "worst mismatch" or "sample"), the worst first, then the sample in order."""
+        worst = [n for size, n in self.worst if size > 0]
+        drawn = Random(0).sample(range(self.num_rows), min(self.num_rows, MAX_ROWS))
+        sampled = sorted(set(drawn) - set(worst))
+        return [(n, "worst mismatch") for n in worst] + [(n, "sample") for n in sampled]
+
+
+@dataclass(kw_only=True)
 class Examination:
     """Findings, and the share of the gap that each cause explains."""
 
@@ -78,6 +105,8 @@ class Examination:
     """Mean of d^2 / 2 that numerics can make."""
     rivals: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     """Cause -> causes that explain the same."""
+    choice: RowChoice = field(default_factory=RowChoice)
+    """Rows to show: the worst, and a sample of all."""
 
     def add_share(self, cause: str, k2: float, least: float, most: float) -> None:
         share = self.shares[cause]
@@ -130,32 +159,6 @@ class Sample:
         return joined.take(np.arange(len(joined) - len(at))) if len(at) else joined
 
 
-@dataclass(kw_only=True)
-class RowChoice:
-    """The rows to show, the worst and a fair sample, by their numbers in the dump."""
-
-    worst: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
-    """(largest |d|, number) of the rows with the largest gaps."""
-    num_rows: int = 0
-
-    def add(self, rows: Rows) -> None:
-        """Takes the next chunk into account."""
-        numbers = range(self.num_rows, self.num_rows + len(rows))
-        self.num_rows += len(rows)
-        largest = np.full(len(rows), -1.0)  # of a row without a compared token
-        np.maximum.at(largest, rows.row_of[rows.compared], np.abs(rows.gap[rows.compared]))
-        worst = zip(largest.tolist(), numbers, strict=True)
-        self.worst = nlargest(MAX_ROWS, [*self.worst, *worst])
-
-    @property
-    def numbers(self) -> list[tuple[int, str]]:
-        """(number, "worst mismatch" or "sample"), the worst first, then the sample in order."""
-        worst = [n for size, n in self.worst if size > 0]
-        drawn = Random(0).sample(range(self.num_rows), min(self.num_rows, MAX_ROWS))
-        sampled = sorted(set(drawn) - set(worst))
-        return [(n, "worst mismatch") for n in worst] + [(n, "sample") for n in sampled]
-
-
 def limit_of(setting: Setting, rows: Rows | None) -> float:
     """Mean of d^2 / 2 that numerics can make: by the model's own bfloat16, or by the band of two
     engines."""
@@ -177,14 +180,13 @@ def examine(
     *,
     has: frozenset[str],
     only: Collection[str] = (),
-    on_rows: Callable[[Rows], None] = lambda _: None,
     is_live: bool = False,
 ) -> Examination:
     """Judges the rows of a dump, which are read once, one chunk at a time.
 
     has: columns that some rows have. only: facts and hypotheses to report; empty reports all. The
-    others are judged too, so that one finds the same alone as among all. on_rows: called once with
-    every chunk as it is. is_live: a gap within what numerics make is not explained, to save time.
+    others are judged too, so that one finds the same alone as among all. is_live: a gap within what
+    numerics make is not explained, to save time.
     """
     out = Examination(before=Split(tokenizer=setting.tokenizer))
     known = has | setting.has
@@ -196,7 +198,7 @@ def examine(
     for rows in chunks():
         out.num_rows += len(rows)
         out.num_tokens += rows.num_tokens
-        on_rows(rows)
+        out.choice.add(rows)
         left = rows
         for tally in tallies:
             if not missing[tally.fact.name]:
@@ -234,6 +236,7 @@ def examine(
         ]
         for cause in learnt:
             out.shares.pop(cause, None)
+    out.findings.append(contradictions(setting))
     if only:
         out.findings = [finding for finding in out.findings if finding.check in only]
     return out
@@ -327,4 +330,4 @@ def _not_found(one: Hypothesis, found: Explanation) -> Finding:
 
 def names() -> list[str]:
     """Every fact and hypothesis, as `--only` takes them."""
-    return [*FACTS, *HYPOTHESES]
+    return [*FACTS, *HYPOTHESES, PHYSICAL]

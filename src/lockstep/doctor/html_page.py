@@ -96,7 +96,7 @@ def rows_to_show(
 ) -> tuple[list[dict[str, Any]], int]:
     """(documents of rows, how many were left out as too long): proof, then the worst, a sample."""
     evidence = diagnosis.evidence_by_row()
-    chosen = dict(diagnosis.choice.numbers)
+    chosen = dict(diagnosis.examination.choice.numbers)
     found = diagnosis.dump.find(numbers=chosen, names=evidence)
     order = [number for number, rows in found.items() if rows.row_ids[0] in evidence]
     order += [number for number in chosen if number in found and number not in order]

@@ -288,11 +288,10 @@ class _Climber:
         adds: str,
         samples: Sequence[Sample],
         *,
-        match: float,
         engine_ids: Any = None,
         **more: Any,
     ) -> Rung:
-        """The trainer's log-probs of these rows against the recorded ones."""
+        """The trainer's log-probs of these rows against the recorded ones. more: for `Rung`."""
         trainer = self.parts.trainer.forward(samples, column=None)
         rows = Rows.of(samples, trainer_logprobs=np.concatenate(trainer), engine_ids=engine_ids)
         examined = examine(lambda: [rows], self.setting, has=rows.has, is_live=True)
@@ -309,7 +308,6 @@ class _Climber:
             adds=adds,
             gap=gap,
             alarm=alarm,
-            match=match,
             causes=tuple(sorted(causes, key=lambda cause: -shares.get(cause, 0.0))),
             **more,
         )

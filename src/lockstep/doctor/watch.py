@@ -133,9 +133,9 @@ class Watch:
         self._is_waiting = self._is_off = False
         self._columns: frozenset[str] = frozenset()
         """Columns of the first rows, which all kept rows have."""
-        self._kept: dict[int, list[str]] | None = None
+        self._kept: dict[int, list[str]] = {}
         """Step whose rows are kept -> its causes, as in a file beside the rows; empty for the
-        newest rows of a page. None before the first look."""
+        newest rows of a page."""
         self._told: set[str] = set()
         self._latest: Rows | None = None
         """Rows of the last look, unless they are kept."""
@@ -239,10 +239,10 @@ class Watch:
         found: dict[str, float] = {}
         new: list[MismatchError] = []
         try:
+            if self._ended is None:
+                self._kept = self._kept_before(step)
             if (rows := make_rows(limit)) is None:
                 return {}
-            if self._kept is None:
-                self._kept = self._kept_before(step)
             rows = self._named(step, rows)
             examined = examine(lambda: [rows], self._setting, has=rows.has, is_live=True)
             differs = [f.cause for f in examined.findings if f.verdict == "differs"]
@@ -312,7 +312,6 @@ class Watch:
         self, step: int, rows: Rows, examined: Examination, causes: Sequence[str]
     ) -> list[MismatchError]:
         """Writes rows that show a cause of too few kept rows, and returns the new causes."""
-        assert self._kept is not None, "set before the rows are examined"
         num_kept = Counter(cause for known in self._kept.values() for cause in known)
         if all(num_kept[cause] >= MAX_KEPT and cause in self._told for cause in causes):
             return []
@@ -372,7 +371,6 @@ class Watch:
 
     def _write(self, step: int, rows: Rows, causes: Sequence[str]) -> Path:
         """Keeps rows. All files of a directory have the columns of its first."""
-        assert self._kept is not None, "set before the rows are examined"
         self._columns = self._columns or rows.has
         more = dict.fromkeys(rows.has - self._columns - {"steps"})
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -401,7 +399,7 @@ class Watch:
         DataError or ConfigError if the rows cannot be read, or the page not be written.
         """
         self._look_at_sequences()
-        if _rank() or self._kept is None:
+        if _rank() or not (self._kept or self._latest):
             return None
         for step in [step for step, causes in self._kept.items() if not causes]:
             self._path(step).unlink(missing_ok=True)

@@ -13,34 +13,31 @@ from lockstep.doctor.findings import MOST
 from lockstep.doctor.rows import SIDES, Float64Array, Rows
 from lockstep.doctor.scoring.layouts import layouts
 from lockstep.doctor.scoring.model import Model
-from lockstep.doctor.scoring.variants import Variant, prediction, tried
+from lockstep.doctor.scoring.variants import Variant, by_variants, prediction
 from lockstep.types import Int64Array
 
 CAUSE_OF = {"rope": "ignored_rope_scaling", "quantised": "quantised_rollout"}
 
 
 @hypothesis(cause="ignored_sinks", needs=("model",))
-def arithmetic(view: View) -> Iterator[Prediction]:
+@by_variants
+def arithmetic(view: View) -> Iterator[Variant]:
     """Both sides compute what the model's config says."""
     model, rows = view.model, view.rows
 
-    def variants() -> Iterator[Variant]:
-        loaded = model.loaded(rows)
+    def within(change: Any, chosen: Int64Array) -> Float64Array:
+        with change.made():
+            return model.score(rows, chosen)
 
-        def within(change: Any, chosen: Int64Array) -> Float64Array:
-            with change.made():
-                return model.score(rows, chosen)
-
-        for change in sorted(model.scorer.changes(loaded), key=lambda c: c.rank):
-            cause = CAUSE_OF.get(change.kind, f"ignored_{change.kind}")
-            sides = ("sampler",) if change.kind == "quantised" else (*SIDES,)
-            yield Variant(cause, change.text, partial(within, change), sides=sides)
-
-    yield from tried(view, variants())
+    for change in sorted(model.scorer.changes(model.loaded(rows)), key=lambda c: c.rank):
+        cause = CAUSE_OF.get(change.kind, f"ignored_{change.kind}")
+        sides = ("sampler",) if change.kind == "quantised" else (*SIDES,)
+        yield Variant(cause, change.text, partial(within, change), sides=sides)
 
 
 @hypothesis(cause="half_head", needs=("model",), least=0.5)
-def half_head(view: View) -> Iterator[Prediction]:
+@by_variants
+def half_head(view: View) -> Iterator[Variant]:
     """Both sides compute the head in one precision."""
     model, rows = view.model, view.rows
     import torch
@@ -57,16 +54,11 @@ def half_head(view: View) -> Iterator[Prediction]:
     def whole(chosen: Int64Array) -> Float64Array:
         return np.where(np.isin(rows.row_of, chosen), model.bfloat16(rows), np.nan)
 
-    head = partial(model.score, rows, head=torch.bfloat16)
     narrow = "lost_updates" if moved_in_bfloat16(model, rows) < MOST else "precision"
-    yield from tried(
-        view,
-        [
-            Variant("half_head", "with a head in bfloat16", head),
-            Variant(narrow, "in bfloat16 with a head in float32", in_bfloat16),
-            Variant(narrow, "in bfloat16", whole),
-        ],
-    )
+    head = partial(model.score, rows, head=torch.bfloat16)
+    yield Variant("half_head", "with a head in bfloat16", head)
+    yield Variant(narrow, "in bfloat16 with a head in float32", in_bfloat16)
+    yield Variant(narrow, "in bfloat16", whole)
 
 
 def moved_in_bfloat16(model: Model, rows: Rows) -> float:
@@ -104,7 +96,8 @@ def adapter(view: View) -> Iterator[Prediction]:
 
 
 @hypothesis(cause="other_weights", needs=("model",), least=0.5)
-def other_weights_given(view: View) -> Iterator[Prediction]:
+@by_variants
+def other_weights_given(view: View) -> Iterator[Variant]:
     """Both sides run the weights of this step."""
     model, rows = view.model, view.rows
     own = model.own(rows)
@@ -112,16 +105,15 @@ def other_weights_given(view: View) -> Iterator[Prediction]:
     def by(number: int, chosen: Int64Array) -> Float64Array:
         return model.score(rows, chosen, of=model.scorer.load(model.weights[number]))
 
-    variants = [
-        Variant("other_weights", f"by the weights {weights.name}", partial(by, number))
-        for number, weights in enumerate(model.weights)
-        if number != own
-    ]
-    yield from tried(view, reversed(variants))
+    for number, weights in reversed([*enumerate(model.weights)]):
+        if number != own:
+            name = f"by the weights {weights.name}"
+            yield Variant("other_weights", name, partial(by, number))
 
 
 @hypothesis(cause="wrong_positions", needs=("model",), least=0.8)
-def layout(view: View) -> Iterator[Prediction]:
+@by_variants
+def layout(view: View) -> Iterator[Variant]:
     """Both sides see the row alone, at positions from 0."""
     model, rows = view.model, view.rows
     pad_id = model.pad_id if view.setting.pad_id is None else view.setting.pad_id
@@ -130,10 +122,5 @@ def layout(view: View) -> Iterator[Prediction]:
     def score(lay: Any, chosen: Int64Array) -> Float64Array:
         return model.score_laid(rows, lay(chosen))
 
-    yield from tried(
-        view,
-        [
-            Variant(cause, text, partial(score, lay))
-            for cause, text, lay in layouts(rows, pad_id=pad_id, max_positions=max_positions)
-        ],
-    )
+    for cause, text, lay in layouts(rows, pad_id=pad_id, max_positions=max_positions):
+        yield Variant(cause, text, partial(score, lay))

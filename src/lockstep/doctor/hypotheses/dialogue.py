@@ -7,59 +7,55 @@ the result. A call's id and the spelling of its arguments do not matter: only nu
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 
 import numpy as np
 
-from lockstep.doctor.explain import Prediction, View, hypothesis
+from lockstep.doctor.explain import Predict, Prediction, View, hypothesis
 from lockstep.doctor.facts.base import MIN_EQUAL
 from lockstep.doctor.hypotheses.shifted import OFFSETS, moved
 from lockstep.doctor.rows import Float64Array
 from lockstep.doctor.scoring.layouts import Laid, Layout
-from lockstep.doctor.scoring.prompts import Ids, Parts, Prompts, with_prompt
-from lockstep.doctor.scoring.variants import Variant, tried
+from lockstep.doctor.scoring.prompts import Ids, Parts, Prompts, Write, with_prompt
+from lockstep.doctor.scoring.variants import Variant, by_variants
 from lockstep.errors import LockstepError
 from lockstep.renderers.base import Renderer
 from lockstep.types import Int64Array, Message, ToolSchema
 
-Write = Callable[[Parts], Parts | None]
-"""The row's parts -> the parts as the sampler saw them; None where it changes nothing."""
 
+def by_reading(make: Callable[[View], Iterable[tuple[str, str, Write]]]) -> Predict:
+    """Makes a hypothesis of a function that gives (cause, words, what the sampler read)."""
 
-def read(view: View, written: Sequence[tuple[str, str, Write]]) -> Iterator[Prediction]:
-    """Predictions of (cause, words, what the sampler read)."""
-    model, rows = view.model, view.rows
-    stops = frozenset(view.setting.stop_ids)
+    @by_variants
+    def predict(view: View) -> Iterator[Variant]:
+        model, rows, stops = view.model, view.rows, frozenset(view.setting.stop_ids)
 
-    def score(write: Write, chosen: Int64Array) -> Float64Array:
-        return model.score_laid(rows, with_prompt(write, rows, chosen.tolist(), stops))
+        def score(write: Write, chosen: Int64Array) -> Float64Array:
+            return model.score_laid(rows, with_prompt(write, rows, chosen.tolist(), stops))
 
-    variants = [
-        Variant(cause, text, partial(score, write), sides=("sampler",))
-        for cause, text, write in written
-    ]
-    yield from tried(view, variants)
+        for cause, text, write in make(view):
+            yield Variant(cause, text, partial(score, write), sides=("sampler",))
+
+    return wraps(make)(predict)
 
 
 @hypothesis(cause="padding", needs=("model",), basis="repair")
-def structure(view: View) -> Iterator[Prediction]:
+@by_reading
+def structure(view: View) -> Iterator[tuple[str, str, Write]]:
     """The sampler read the row's ids, without padding and repetition."""
     cut = partial(_without_runs, pad=view.setting.pad_id)
-    written: list[tuple[str, str, Write]] = [
-        ("padding", "read the row without the runs of one id", cut),
-        ("duplicated_prompt", "read the prompt once", _once),
-    ]
+    yield "padding", "read the row without the runs of one id", cut
+    yield "duplicated_prompt", "read the prompt once", _once
     stops = view.setting.stop_ids
     for stop in sorted(stops):
         ended = partial(_ended, stop=stop, stops=stops)
-        written.append(("missing_final", f"drew the stop id {stop} after each reply", ended))
+        yield "missing_final", f"drew the stop id {stop} after each reply", ended
     if (tokenizer := view.setting.tokenizer) is not None:
         for text in ("\n", "\n\n", " "):
             separated = partial(_separated, ids=tokenizer.encode(text))
-            written.append(("dropped_separator", f"read {text!r} after each reply", separated))
-    yield from read(view, written)
+            yield "dropped_separator", f"read {text!r} after each reply", separated
 
 
 def _without_runs(parts: Parts, pad: int | None) -> Parts | None:
@@ -99,14 +95,16 @@ def prompts_of(view: View) -> Prompts:
 
 
 @hypothesis(cause="wrong_template", needs=("model", "tokenizer"), basis="repair", fitted=1)
-def prompt(view: View) -> Iterator[Prediction]:
+@by_reading
+def prompt(view: View) -> Iterator[tuple[str, str, Write]]:
     """The sampler read the prompt that the row has."""
-    every = prompts_of(view).all()
-    yield from read(view, [("wrong_template", f"read the prompt {t}", write) for t, write in every])
+    for text, write in prompts_of(view).all():
+        yield "wrong_template", f"read the prompt {text}", write
 
 
 @hypothesis(cause="wrong_template", needs=("model", "renderer", "messages"), basis="repair")
-def messages(view: View) -> Iterator[Prediction]:
+@by_reading
+def messages(view: View) -> Iterator[tuple[str, str, Write]]:
     """The row is the dialogue that its messages say.
 
     The dialogue as the model's template writes it, extended turn by turn; and with the replies as
@@ -149,17 +147,12 @@ def messages(view: View) -> Iterator[Prediction]:
                 before += whole[:lost]  # drawn, and not in the row
         return parts.with_observed(observed)
 
-    yield from read(
-        view,
-        [
-            ("dropped_separator", "read the separators after replies", separator),
-            ("wrong_template", "read between turns what the template writes", glue),
-            ("wrong_template", "read the prompt as the template writes it", template),
-            ("thinking_dropped", "drew the thinking of its replies", thinking),
-            ("rerendered", "drew the replies as their messages are written", drawn),
-            ("rerendered", "drew replies and read a prompt as messages are written", both),
-        ],
-    )
+    yield "dropped_separator", "read the separators after replies", separator
+    yield "wrong_template", "read between turns what the template writes", glue
+    yield "wrong_template", "read the prompt as the template writes it", template
+    yield "thinking_dropped", "drew the thinking of its replies", thinking
+    yield "rerendered", "drew the replies as their messages are written", drawn
+    yield "rerendered", "drew replies and read a prompt as messages are written", both
 
 
 def _written(parts: Parts, renderer: Renderer) -> list[Ids] | None:

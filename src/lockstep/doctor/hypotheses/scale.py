@@ -19,7 +19,7 @@ import numpy as np
 from lockstep.doctor.explain import TIE, Prediction, View, hypothesis
 from lockstep.doctor.rows import SIDES, Float64Array
 from lockstep.doctor.scoring.distribution import Distribution
-from lockstep.doctor.scoring.variants import NUM_PROBES, Variant, tried
+from lockstep.doctor.scoring.variants import NUM_PROBES, Variant, by_variants
 from lockstep.tables import tables_beside
 
 SETTINGS: Mapping[str, Sequence[Any]] = tables_beside(__file__, "settings.toml")
@@ -118,7 +118,8 @@ def kinds(view: View) -> list[tuple[str, Distribution]]:
 
 
 @hypothesis(cause="processed", needs=("model",), least=0.5)
-def processing(view: View) -> Iterator[Prediction]:
+@by_variants
+def processing(view: View) -> Iterator[Variant]:
     """Both sides take log-probs of one distribution."""
     model, rows = view.model, view.rows
 
@@ -136,8 +137,5 @@ def processing(view: View) -> Iterator[Prediction]:
             )
         return on_probes[key][kind]
 
-    variants = [
-        Variant(cause, f"after {kind.describe()}", partial(score, kind), is_of_rows=False)
-        for cause, kind in chosen_kinds
-    ]
-    yield from tried(view, variants)
+    for cause, kind in chosen_kinds:
+        yield Variant(cause, f"after {kind.describe()}", partial(score, kind), is_of_rows=False)

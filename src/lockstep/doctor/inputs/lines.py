@@ -173,9 +173,14 @@ class LineDump(FileDump):
             self.check(line, where)
             yield from self.rows_of(line, path, number, where)
 
-    @abstractmethod
     def rows_of(self, line: Line, path: Path, number: int, where: str) -> Iterator[Row]:
         """The rows of a line. number: of the line in its file, from 1. where: begins an error."""
+        yield self.row_of(line, where, f"{path.stem}/{number - 1}")
+
+    @classmethod
+    def row_of(cls, line: Line, where: str, name: str) -> Row:
+        """The row of a line, in a format with one row on each. name: used if it has no other."""
+        raise NotImplementedError
 
 
 def numbers_in(text: str) -> list[int]:

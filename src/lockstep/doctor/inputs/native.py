@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from difflib import get_close_matches
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -117,13 +118,12 @@ class RowsDump(FileDump):
         if missing := [name for name in REQUIRED if name not in names]:
             raise DataError(f"the rows of step {step} have no {missing[0]}.")
 
-        def made(index: Sequence[int]) -> Iterator[Row]:
-            for i in index:
-                source = {name: array_of(rows[i].get(name)) for name in names}
-                yield read_row(source, names, f"row {i} of step {step}", row_id=f"{step}/{i}")
+        def made(i: int) -> Row:
+            source = {name: array_of(rows[i].get(name)) for name in names}
+            return read_row(source, names, f"row {i} of step {step}", row_id=f"{step}/{i}")
 
         groups = [row.get("group") for row in rows]
-        return range(len(rows)) if None in groups else groups, made, {}
+        return range(len(rows)) if None in groups else groups, partial(map, made), {}
 
     def _head(self, path: Path) -> tuple[frozenset[str], Facts]:
         """(names of all columns, facts) of a file."""

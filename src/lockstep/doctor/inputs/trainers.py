@@ -57,11 +57,8 @@ class PrimeRlDump(LineDump):
     # Log-probs are at their own token: the trainer shifts its own right by one.
     format: ClassVar[str] = "prime-rl"
 
-    def rows_of(self, line: Line, path: Path, number: int, where: str) -> Iterator[Row]:
-        yield self.row_of(line, where)
-
     @classmethod
-    def row_of(cls, line: Line, where: str) -> Row:
+    def row_of(cls, line: Line, where: str, name: str = "") -> Row:
         ids = ids_of(line["token_ids"], f"{where}: token_ids")
         rewards = line.get("rewards")  # the reward of the row at each of its tokens
         known = [real(r) for r in rewards] if isinstance(rewards, list) else []
@@ -81,12 +78,15 @@ class PrimeRlDump(LineDump):
     def live(cls, lines: Sequence[Line], *, step: int) -> Live:
         """lines: of `exported`."""
 
-        def rows(index: Sequence[int]) -> Iterator[Row]:
-            for i in index:
-                line = {**lines[i], "export_sequence_idx": i}
-                yield cls.row_of(line, f"the batch of step {step}: sequence {i}")
+        def row(i: int) -> Row:
+            line = {**lines[i], "export_sequence_idx": i}
+            return cls.row_of(line, f"the batch of step {step}: sequence {i}")
 
-        return [step] * len(lines), rows, {}  # one group: they were chosen when they were taken
+        return (
+            [step] * len(lines),
+            partial(map, row),
+            {},
+        )  # one group: they were chosen when they were taken
 
     @classmethod
     def exported(
@@ -175,11 +175,8 @@ class TinkerDump(LineDump):
     # predicts it: a row is the first input and all targets.
     format: ClassVar[str] = "tinker"
 
-    def rows_of(self, line: Line, path: Path, number: int, where: str) -> Iterator[Row]:
-        yield self.row_of(line, f"{path.stem}/{number - 1}", where)
-
     @classmethod
-    def row_of(cls, line: Line, name: str, where: str) -> Row:
+    def row_of(cls, line: Line, where: str, name: str) -> Row:
         given = ids_of(line["model_input"], f"{where}: model_input")
         targets = ids_of(line["target_tokens"], f"{where}: target_tokens")
         if len(given) != len(targets) or (given[1:] != targets[:-1]).any():
@@ -195,18 +192,17 @@ class TinkerDump(LineDump):
     def live(cls, datums: Sequence[Any], logprobs: Sequence[Any] | None, *, step: int) -> Live:
         """logprobs: the trainer's of every datum, or None."""
 
-        def rows(index: Sequence[int]) -> Iterator[Row]:
-            for i in index:
-                where = f"the batch of step {step}: datum {i}"
-                line = {name: values.tolist() for name, values in datums[i].loss_fn_inputs.items()}
-                line["model_input"] = datums[i].model_input.to_ints()
-                if logprobs is not None:
-                    line["training_logprobs"] = array_of(logprobs[i])
-                how = "Give datums of assemble_training_data before their mask is removed."
-                cls.check(line, where, how)
-                yield cls.row_of(line, f"{step}/{i}", where)
+        def row(i: int) -> Row:
+            where = f"the batch of step {step}: datum {i}"
+            line = {name: values.tolist() for name, values in datums[i].loss_fn_inputs.items()}
+            line["model_input"] = datums[i].model_input.to_ints()
+            if logprobs is not None:
+                line["training_logprobs"] = array_of(logprobs[i])
+            how = "Give datums of assemble_training_data before their mask is removed."
+            cls.check(line, where, how)
+            return cls.row_of(line, where, f"{step}/{i}")
 
-        return range(len(datums)), rows, {}
+        return range(len(datums)), partial(map, row), {}
 
 
 # -- batches of tensors ---------------------------------------------------------------------------

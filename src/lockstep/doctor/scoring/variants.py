@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import wraps
 from typing import Any
 
 import numpy as np
 
-from lockstep.doctor.explain import Prediction, View, residual
+from lockstep.doctor.explain import Predict, Prediction, View, residual
 from lockstep.doctor.rows import SIDES, Float64Array, Rows
 from lockstep.types import Int64Array
 
@@ -39,6 +40,11 @@ class Variant:
     _: KW_ONLY
     sides: Sequence[str] = (*SIDES,)
     is_of_rows: bool = True
+
+
+def by_variants(make: Callable[[View], Iterable[Variant]]) -> Predict:
+    """Makes a hypothesis of a function that gives variants, the likely ones first."""
+    return wraps(make)(lambda view: tried(view, make(view)))
 
 
 def tried(view: View, variants: Iterable[Variant]) -> Iterator[Prediction]:
