@@ -39,7 +39,8 @@ class Cause:
         return self.kind or self.name
 
 
-_TABLES: Mapping[Any, Mapping[str, Any]] = tables_beside(__file__)
+_TABLES: Any = tables_beside(__file__)
+"""Room -> cause -> the fields of `Cause`."""
 CAUSES: dict[str, Cause] = {
     name: Cause(name=name, room=room, **told)
     for room, causes in _TABLES.items()

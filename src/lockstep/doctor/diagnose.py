@@ -76,12 +76,8 @@ def diagnose(
         raise DataError(
             f"{dump.path}: all {examination.num_rows} rows are empty: there is no token to judge."
         )
-    given = [("format", format), ("tokenizer", tokenizer), ("renderer", renderer)]
-    given += [
-        ("model", model),
-        ("adapter", adapter),
-        *(("against", weights) for weights in against),
-    ]
+    named = {"format": format, "tokenizer": tokenizer, "renderer": renderer, "model": model}
+    given = [*named.items(), ("adapter", adapter), *(("against", each) for each in against)]
     texts = [(name, value) for name, value in given if isinstance(value, str | Path) and value]
     return Diagnosis(
         dump=dump,

@@ -20,7 +20,7 @@ from lockstep.doctor.terminal import as_html
 from lockstep.doctor.tokenization import find_tokenization
 from lockstep.errors import ConfigError, DataError
 from lockstep.renderers.base import Renderer
-from lockstep.renderers.origins import ORIGINS, Compared, Origin, Rendering, trace
+from lockstep.renderers.origins import ORIGINS, Origin, Rendering, trace
 from lockstep.types import Message, ToolSchema
 
 NUM_AROUND = 12
@@ -104,7 +104,18 @@ class Rendered:
                 }
                 for token in rendering.tokens
             ],
-            "prompts": [_prompt_to_json(prompt) for prompt in rendering.prompts],
+            "prompts": [
+                {
+                    "before_message": prompt.before,
+                    "extended_tokens": len(prompt.extended_ids),
+                    "whole_tokens": len(prompt.whole_ids),
+                    "same": prompt.is_same,
+                    "first_difference": None if prompt.is_same else prompt.first_difference,
+                    "extended_ids": prompt.extended_ids[prompt.first_difference :][:NUM_AROUND],
+                    "whole_ids": prompt.whole_ids[prompt.first_difference :][:NUM_AROUND],
+                }
+                for prompt in rendering.prompts
+            ],
         }
 
 
@@ -186,20 +197,6 @@ def _read_json(path: str | Path) -> Any:
 
 
 # -- shown ----------------------------------------------------------------------------------------
-
-
-def _prompt_to_json(prompt: Compared) -> dict[str, Any]:
-    first = prompt.first_difference
-    around = slice(0, 0) if prompt.is_same else slice(first, first + NUM_AROUND)
-    return {
-        "before_message": prompt.before,
-        "extended_tokens": len(prompt.extended_ids),
-        "whole_tokens": len(prompt.whole_ids),
-        "same": prompt.is_same,
-        "first_difference": None if prompt.is_same else first,
-        "extended_ids": list(prompt.extended_ids[around]),
-        "whole_ids": list(prompt.whole_ids[around]),
-    }
 
 
 def _table(tokens: Sequence[Mapping[str, Any]]) -> Table:

@@ -26,7 +26,7 @@ from lockstep.types import Segment
 NUM_NAMES = 2000
 """Ids that are compared with an unknown one, to suggest the nearest."""
 NUM_TOKENS = 12
-"""Tokens listed per turn, the largest differences; --tokens lists all."""
+"""Tokens listed per turn, by the size of their difference; --tokens lists all."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -87,7 +87,8 @@ class Replay:
     def _show_tokens(
         self, segment: Segment, trainer: Any, begin: int, console: Console, limit: int | None
     ) -> None:
-        """All tokens in their colours; of a sampled segment, a table of those that differ most."""
+        """Prints all tokens in their colours. A table below a sampled segment lists its tokens
+        with the largest differences."""
         tokenizer, rollout = self.tokenizer, segment.logprobs
         gap = np.full(len(segment), np.nan, np.float32)
         if rollout is not None and trainer is not None:
@@ -115,8 +116,10 @@ class Replay:
 
 
 def find(target: str) -> Replay:
-    """The stored trajectory of RUN#NAME. NAME is its id, its id with /LEAF appended (as messages
-    about rows have it), the end of an id if it is unique, or its number among the training ones.
+    """Finds the stored trajectory of RUN#NAME.
+
+    NAME is its id, its id with /LEAF appended (as in messages about rows), the end of an id if only
+    one ends so, or its number among the trajectories of training.
 
     Raises ConfigError for a target without a name, and RunError if there is no such trajectory,
     with the nearest name or the reason why it is gone.

@@ -65,16 +65,16 @@ _log = logging.getLogger(__name__)
 
 
 class Watch:
-    """Examines some rows of each step, keeps those that show a cause, and reports it.
+    """Examines some rows of each step, reports a cause, and keeps its rows.
 
-    A look begins with another group of rows in each step. Its time has a fixed part, about 20 ms,
-    and a part that grows with the tokens of its rows. When a look has taken more than `max_share`
-    of the time since, the next look has fewer rows, and waits until the share is kept.
+    Each look begins with another group of rows. It takes about 20 ms, and more for more tokens.
+    When a look has taken more than `max_share` of the time since, the next look has fewer rows, and
+    waits until the share is kept.
 
     Rows that show a cause are kept in the directory as Parquet, at most MAX_KEPT steps of each.
-    After a restart, rows of the steps that are played again are removed. Each process looks at its
-    own rows and waits for no other; its rank is in the names of its files, and rank 0 writes the
-    page. An error of the watch itself is reported once, and ends the watch; training goes on.
+    After a restart, the rows of repeated steps are removed. Each process looks at its own rows and
+    waits for no other. The names of its files have its rank, and rank 0 writes the page. An error
+    of the watch itself is reported once, and ends the watch. Training goes on.
     """
 
     def __init__(

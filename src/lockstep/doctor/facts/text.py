@@ -66,7 +66,7 @@ def reply_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
             num_replies += 1
             if told == SAYS_MORE:
                 num_after += 1
-                after.add(*told, begin, end)
+                after.add(*SAYS_MORE, begin, end)
             elif told:
                 out.add(*told, begin, end)
     yield from out.all()

@@ -1,12 +1,12 @@
 """Log-probs belong to other ids of the same text: offsets change from some token on.
 
-A reply that is decoded and encoded again has other tokens here and there. Its log-probs were laid
-onto the new ids in order, so that the offset changes at each of these places. The best monotone
-path of offsets is found for all replies at once; the same search on the log-probs of other replies
-says what it explains by chance.
+A reply that is decoded and encoded again has other tokens here and there. The program laid its
+log-probs onto the new ids in order, so the offset changes at each such place. The search finds the
+best path of offsets for all replies at once. The same search on the log-probs of other replies
+measures how much a path explains by chance.
 
-Text that is encoded again mostly has fewer ids than were drawn. Where a row has more of them, and
-no id of the vocabulary covers two, its text is not the drawn one: it was rendered from messages.
+Encoding a text again mostly gives fewer ids than were drawn. If a row has more ids, and no single
+id of the vocabulary covers two of them, the text itself changed: it was rendered from messages.
 
 # S replies  L tokens of the longest  K offsets
 """
@@ -89,8 +89,8 @@ def _is_rewritten(view: View, steps: Int64Array) -> bool:
 def aligned(
     view: View, t: Float64Array, s: Float64Array
 ) -> tuple[Float64Array, Int64Array, Float64Array]:
-    """([S, L] the sampler's numbers along the best path of offsets, [S, L] these, [S] what it
-    gains)."""
+    """([S, L] the sampler's numbers along the best path of offsets, [S, L] these offsets, [S] the
+    gap that the path removes)."""
     S, L = t.shape
     offsets = np.arange(-REACH, REACH + 1)
     K = len(offsets)

@@ -91,12 +91,11 @@ def processed(view: View) -> Iterator[Prediction]:
 
 def kinds(view: View) -> list[tuple[str, Distribution]]:
     """(cause, processing): the run's own, the model's defaults, then a grid."""
-    setting = view.setting
+    setting, found_by = view.setting, dict[Distribution, str]()
     told = {"temperature": setting.temperature, "top_p": setting.top_p, "top_k": setting.top_k}
-    own: list[tuple[str, Distribution]] = []
     for cause, found in (("processed", told), ("generation_defaults", setting.generation_defaults)):
         known: dict[str, Any] = {n: v for n, v in (found or {}).items() if v and v > 0}
-        own.append((cause, Distribution(**known | {"top_k": int(known.get("top_k", 0))})))
+        found_by.setdefault(Distribution(**known | {"top_k": int(known.get("top_k", 0))}), cause)
     cuts = [
         Distribution(**{name: value})
         for name in ("top_p", "top_k", "min_p")
@@ -109,12 +108,8 @@ def kinds(view: View) -> list[tuple[str, Distribution]]:
         for t, c in product((0.6, 0.7, 0.8), cuts)
         if c.top_p in (0.9, 0.95, 1.0) and c.top_k in (0, 20, 50)
     ]
-    plain, seen = Distribution(), set[Distribution]()
-    return [
-        (cause, d)
-        for cause, d in [*own, *(("processed", d) for d in grid)]
-        if d != plain and not (d in seen or seen.add(d))
-    ]
+    found_by = found_by | {d: found_by.get(d, "processed") for d in grid}
+    return [(cause, d) for d, cause in found_by.items() if d != Distribution()]
 
 
 @hypothesis(cause="processed", needs=("model",), least=0.5)

@@ -82,11 +82,8 @@ class PrimeRlDump(LineDump):
             line = {**lines[i], "export_sequence_idx": i}
             return cls.row_of(line, f"the batch of step {step}: sequence {i}")
 
-        return (
-            [step] * len(lines),
-            partial(map, row),
-            {},
-        )  # one group: they were chosen when they were taken
+        # One group: the sequences were chosen when they were taken.
+        return [step] * len(lines), partial(map, row), {}
 
     @classmethod
     def exported(

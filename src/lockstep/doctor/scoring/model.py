@@ -76,15 +76,11 @@ class Model:
 
         return Scorer()
 
-    @property
-    def directory(self) -> Path:
-        return self.weights[0].model_directory
-
     @cached_property
     def pad_id(self) -> int | None:
         known: list[Any] = [self.facts.pad_id]
         for file in ("config.json", "generation_config.json"):
-            settings = settings_beside(self.directory, file) or {}
+            settings = settings_beside(self.weights[0].model_directory, file) or {}
             for name in ("pad_token_id", "eos_token_id"):
                 found = settings.get(name)
                 known += found if isinstance(found, list) else [found]

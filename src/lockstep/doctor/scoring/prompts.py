@@ -432,16 +432,13 @@ def laid(parts: Parts, other: Parts, at: int, stops: frozenset[int]) -> Laid:
 
 
 def with_prompt(
-    write: Write, rows: Rows, chosen: Sequence[int], stops: frozenset[int] = frozenset()
+    write: Write, rows: Rows, chosen: Sequence[int], stops: frozenset[int]
 ) -> Layout | None:
     """The chosen rows as a prompt writes them; None if it can be written for none of them."""
-    out: list[Laid] = []
-    for row in chosen:
-        parts = Parts.of(rows, row)
-        other = None if parts is None else write(parts)
-        if parts is not None and other is not None:
-            out.append(laid(parts, other, int(rows.offsets[row]), stops))
-    return Layout.of(out, rows)
+    known = {row: parts for row in chosen if (parts := Parts.of(rows, row)) is not None}
+    others = [(row, parts, other) for row, parts in known.items() if (other := write(parts))]
+    at = rows.offsets.tolist()
+    return Layout.of([laid(parts, other, at[row], stops) for row, parts, other in others], rows)
 
 
 def opening_of(renderer: Renderer) -> tuple[int, ...]:

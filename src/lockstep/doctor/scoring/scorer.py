@@ -17,7 +17,7 @@ from lockstep.doctor.inputs.assemble import grouped
 from lockstep.doctor.rows import Float64Array, Rows
 from lockstep.doctor.scoring.distribution import Distribution
 from lockstep.doctor.scoring.weights import Weights
-from lockstep.models.changes import Change, changes
+from lockstep.models.changes import changes
 from lockstep.models.decoder import Decoder
 from lockstep.models.fallback import load_fallback
 from lockstep.models.hf_io import copy_decoder, load_checkpoint
@@ -79,9 +79,8 @@ class Scorer:
                         model,
                     )
 
-    def changes(self, model: Any) -> Iterator[Change]:
-        """Changes that may be wrong with the arithmetic of this model."""
-        return changes(model)
+    changes = staticmethod(changes)
+    """Changes that may be wrong with the arithmetic of a model."""
 
     def copied_in_bfloat16(self, model: Any) -> Any:
         """A copy, beside the model."""
@@ -122,12 +121,12 @@ class Scorer:
         positions: Int64Array | None = None,
         head: torch.dtype | None = None,
     ) -> dict[Any, Float64Array]:
-        """[N] log-probs of the trained tokens of the rows at these places by each distribution; NaN
-        elsewhere, and at a row's first token.
+        """Distribution -> [N] log-probs of the trained tokens of the chosen rows. NaN elsewhere,
+        and at the first token of a row.
 
         has_spread: also gives "spread", the variance of each log-prob under unit noise on every
-        logit: (1 - p)^2 plus all other p^2. positions: [N] the model is told; default: from 0 in
-        each row. head: dtype of the output projection and its inputs; default: the model's.
+        logit: (1 - p)^2 plus all other p^2. positions: [N] for the model; by default each row
+        begins at 0. head: dtype of the output projection and its inputs; default: the model's.
         """
         N, device = rows.num_tokens, self.device
         names = [*distributions, *(["spread"] if has_spread else [])]

@@ -17,16 +17,16 @@ from lockstep.doctor.rows import SIDES, Float64Array, Rows
 from lockstep.types import Int64Array
 
 NUM_PROBES = 8
-"""Rows on which each variant is tried: of a cause that hits 30 % of the rows, two are among them
-with 94 % probability."""
+"""Rows on which each variant is tried. If a cause hits 30 % of all rows, at least one of eight has
+it with 94 % probability."""
 PROBED = 8
-"""Part of the sample's tokens that the probes may have: a hundred variants are tried on them."""
+"""The probes have at most one eighth of the sample: a hundred variants are tried on them."""
 MIN_PROBED = 0.15
 """Smallest share of the probes' gap for a variant to be scored on all rows (explain.MIN_SHARE, and
 the error of eight rows)."""
 NUM_PROMOTED, NEAR = 3, 0.2
-"""Variants that are scored on all rows in a round, and the share within which they must be of the
-best: twice the error of eight rows."""
+"""Variants that are scored on all rows in a round, and how far their share may be below the best
+share: twice the error of eight rows."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,9 @@ def by_variants(make: Callable[[View], Iterable[Variant]]) -> Predict:
 
 
 def tried(view: View, variants: Iterable[Variant]) -> Iterator[Prediction]:
-    """Predictions of the variants, each side of each as if it had the defect and the other had not:
-    of all rows if the variant explains something of NUM_PROBES rows, else of these."""
+    """Predictions of the variants. Each is made for one side, as if that side alone had the defect.
+
+    A variant that explains a part of the NUM_PROBES rows is scored on all rows, others on these."""
     rows = view.rows
     probes = _probes(rows, view.model.max_tokens // PROBED)
     if not len(probes):
