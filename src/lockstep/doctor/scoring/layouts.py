@@ -106,8 +106,8 @@ def layouts(
         count, size = int(counts[row]), len(ids[row])
         return (_NONE, count, np.arange(count, size)) if 0 < count < size - 1 else None
 
-    def at_positions(row: int, told: Callable[[int], Int64Array | None]):
-        return None if (positions := told(row)) is None else (_NONE, 0, positions)
+    def at_positions(row: int, told: Int64Array):
+        return _NONE, 0, told[rows.slices[row]]
 
     for text, told in _positions(rows, prompts, padding).items():
         yield "wrong_positions", f"with {text}", partial(laid, partial(at_positions, told=told))
@@ -130,46 +130,34 @@ _NONE = np.empty(0, np.int32)
 
 def _positions(
     rows: Rows, prompts: Int64Array, padding: Mapping[str, Int64Array]
-) -> dict[str, Callable[[int], Int64Array | None]]:
-    """Defect of positions in words -> (row -> positions of its tokens; None if it has none)."""
-    sizes, turns = rows.sizes, turn_positions(rows)
+) -> dict[str, Int64Array]:
+    """Defect of positions in words -> [N] positions; below 0 in rows that cannot have it.
 
-    def of(row: int) -> Int64Array:
-        return np.arange(sizes[row])
-
-    def is_reply(row: int) -> Int64Array:
-        return (of(row) >= prompts[row]).astype(np.int64)
-
-    to_prompt = padding["the longest prompt"]
-    return {
-        "positions of the reply one too high": lambda row: of(row) + is_reply(row),
-        "positions of the reply one too low": lambda row: np.maximum(of(row) - is_reply(row), 0),
-        **{f"positions that begin again at {w}": told.__getitem__ for w, told in turns.items()},
-        **{
-            f"positions that count left padding to {to}": lambda row, by=by: of(row) + by[row]
-            for to, by in padding.items()
-        },
-        "positions of a reply that begins at the longest prompt": lambda row: (
-            of(row) + is_reply(row) * to_prompt[row]
-        ),
-        "positions from 1": lambda row: of(row) + 1,
-        "positions from 2": lambda row: of(row) + 2,
-        "positions that go on after the row before it": lambda row: (
-            of(row) + sizes[row - 1] if row else None
-        ),
-        "every token at position 0": lambda row: 0 * of(row),
-    }
-
-
-def turn_positions(rows: Rows) -> dict[str, list[Int64Array]]:
-    """Where positions begin again, in words -> [R] positions of each row's tokens. A turn is a
-    reply of the model, with the tokens before it."""
+    A turn is a reply of the model, with the tokens before it.
+    """
+    own, row = rows.position, rows.row_of
+    is_reply = own >= prompts[row]
     flips = np.diff(rows.loss_mask.astype(np.int8), prepend=0)
 
-    def restarted(is_first: BoolArray) -> list[Int64Array]:
-        first = np.flatnonzero((rows.position == 0) | is_first)
-        sizes = np.diff(np.append(first, rows.num_tokens))
-        told = np.arange(rows.num_tokens) - np.repeat(first, sizes)
-        return np.split(told, rows.offsets[1:-1])
+    def restarted(is_first: BoolArray) -> Int64Array:
+        first = np.flatnonzero((own == 0) | is_first)
+        return np.arange(len(own)) - np.repeat(first, np.diff(np.append(first, len(own))))
 
-    return {"each message": restarted(flips != 0), "each turn": restarted(flips < 0)}
+    return {
+        "positions of the reply one too high": own + is_reply,
+        "positions of the reply one too low": np.maximum(own - is_reply, 0),
+        "positions that begin again at each message": restarted(flips != 0),
+        "positions that begin again at each turn": restarted(flips < 0),
+        **{
+            f"positions that count left padding to {to}": own + by[row]
+            for to, by in padding.items()
+        },
+        "positions of a reply that begins at the longest prompt": own
+        + is_reply * padding["the longest prompt"][row],
+        "positions from 1": own + 1,
+        "positions from 2": own + 2,
+        "positions that go on after the row before it": np.where(
+            row == 0, -1, own + rows.sizes[row - 1]
+        ),
+        "every token at position 0": 0 * own,
+    }
