@@ -28,7 +28,7 @@ import numpy as np
 
 from lockstep.doctor.causes import CAUSES
 from lockstep.doctor.findings import MIN_TOKENS, Basis, Evidence, Setting, claim_of, evidence_at
-from lockstep.doctor.rows import SIDES, BoolArray, Float64Array, Rows
+from lockstep.doctor.rows import SIDES, BoolArray, Float64Array, Rows, given
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -79,9 +79,8 @@ class View:
 
     @property
     def model(self) -> Model:
-        """The model of a hypothesis that needs one: it runs only if a model was given."""
-        assert self.setting.model is not None, "hypotheses name it in `needs`"
-        return self.setting.model
+        """The model of a hypothesis that needs one."""
+        return given(self.setting.model)
 
     @property
     def plain(self) -> Float64Array:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.doctor.rows import Float64Array, Rows
+from lockstep.doctor.rows import Float64Array, Rows, given
 from lockstep.observe.parts import PARTS
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import FORCED_LOGPROB, Int64Array
@@ -158,8 +158,7 @@ class Split:
         if part == "position":
             return rows.position[at]
         if part == "forced":
-            assert rows.rollout_logprobs is not None, "a gap has both sides"
-            return rows.rollout_logprobs[at] > FORCED_LOGPROB
+            return given(rows.rollout_logprobs)[at] > FORCED_LOGPROB
         if self.tokenizer is None:
             return None
         return np.isin(rows.token_ids[at], list(self.tokenizer.control_ids))

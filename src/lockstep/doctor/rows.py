@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,15 @@ from lockstep.types import Float32Array, Int32Array, Int64Array, Message, Sample
 
 SIDES = {"sampler": "rollout_logprobs", "trainer": "trainer_logprobs"}
 """Side -> its column."""
+T = TypeVar("T")
 BoolArray = npt.NDArray[np.bool_]
 Float64Array = npt.NDArray[np.float64]
+
+
+def given(value: T | None) -> T:
+    """A field that a check names in `needs`: the check runs only if it is there."""
+    assert value is not None, "the check does not name it in `needs`"
+    return value
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -8,7 +8,7 @@ import numpy as np
 
 from lockstep.doctor.facts.base import MIN_EQUAL, Contradiction, Places, fact
 from lockstep.doctor.findings import Setting
-from lockstep.doctor.rows import Rows
+from lockstep.doctor.rows import Rows, given
 from lockstep.renderers.pieces import first_difference
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Int32Array
@@ -19,11 +19,10 @@ Ids = Int32Array
 @fact(needs=("engine_ids",))
 def engine_ids(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     """The row trains the ids that the engine returned."""
-    assert rows.engine_ids is not None, "the fact needs it"
     out, spans = Places(reaches_on=True), rows.spans
     spans_of = spans.of_rows(len(rows))
     for row, tokens in enumerate(rows.slices):
-        answered = [reply for reply in rows.engine_ids[row] or () if len(reply)]
+        answered = [reply for reply in given(rows.engine_ids)[row] or () if len(reply)]
         if not answered or tokens.start == tokens.stop:
             continue
         mine = [(int(spans.begin[s]), int(spans.end[s])) for s in spans_of[row]]
@@ -151,11 +150,10 @@ def _plain(tokenizer: Tokenizer, ids: Ids) -> str:
 @fact(needs=("engine_prompt_ids", "engine_ids"))
 def engine_prompts(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     """The row begins with the ids that the engine was sent."""
-    assert rows.engine_prompt_ids is not None and rows.engine_ids is not None, "needed"
     out, spans = Places(reaches_on=True), rows.spans
     spans_of = spans.of_rows(len(rows))
     for row, tokens in enumerate(rows.slices):
-        sent, answered = rows.engine_prompt_ids[row], rows.engine_ids[row]
+        sent, answered = given(rows.engine_prompt_ids)[row], given(rows.engine_ids)[row]
         if not sent or answered is None:
             continue
         ids, start = rows.token_ids[tokens], tokens.start

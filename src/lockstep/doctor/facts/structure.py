@@ -9,7 +9,7 @@ import numpy as np
 from lockstep.doctor.facts.base import FAR, MIN_EQUAL, Contradiction, Places, fact
 from lockstep.doctor.findings import Basis, Setting
 from lockstep.doctor.gap import gap_of
-from lockstep.doctor.rows import Rows
+from lockstep.doctor.rows import Rows, given
 from lockstep.types import Int64Array
 
 MOST = 0.9
@@ -19,11 +19,10 @@ MOST = 0.9
 @fact(needs=("is_sampled",))
 def mask_author(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     """The model drew all trained tokens."""
-    assert rows.is_sampled is not None, "the fact needs it"
     spans = rows.spans
     trained = rows.loss_mask
     first = rows.firsts(spans.begin)
-    begin, end = rows.runs(trained & ~rows.is_sampled)
+    begin, end = rows.runs(trained & ~given(rows.is_sampled))
     # Just before the first reply the border is early; elsewhere an observation is trained.
     is_border = (end == first[rows.row_of[begin]]) if len(begin) else np.empty(0, np.bool_)
     note = "tokens before the first reply are trained, and no model drew them"
@@ -45,8 +44,7 @@ def mask_author(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
 @fact(needs=("prompt_lengths",))
 def prompt_length(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     """The prompt ends where the first reply begins."""
-    length = rows.prompt_lengths
-    assert length is not None, "the fact needs it"
+    length = given(rows.prompt_lengths)
     first = rows.firsts(np.flatnonzero(rows.loss_mask)) - rows.offsets[:-1]
     is_wrong = (length < 0) | (length > rows.sizes)
     is_wrong |= (first < rows.sizes) & (length > first)  # trained tokens inside of the prompt
@@ -148,8 +146,7 @@ def missing_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
 @fact(needs=("advantages",))
 def advantages(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     """Each trained token has its own advantage."""
-    assert rows.advantages is not None, "the fact needs it"
-    has = np.nan_to_num(rows.advantages) != 0
+    has = np.nan_to_num(given(rows.advantages)) != 0
     begin, end = rows.runs(rows.loss_mask)
     long = end - begin >= 3
     begin, end = begin[long], end[long]
@@ -166,8 +163,7 @@ def advantages(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
 @fact(needs=("routed_experts",))
 def routes(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     """A token's experts differ from each other."""
-    experts = rows.routed_experts
-    assert experts is not None, "the fact needs it"
+    experts = given(rows.routed_experts)
     if experts.ndim != 3 or not experts.size:
         return
     is_known = (experts >= 0).all((1, 2))
@@ -227,10 +223,9 @@ def padding(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
 @fact(needs=("policy_version", "trainer_version"))
 def versions(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     """Tokens are drawn by weights that the trainer has had."""
-    assert rows.policy_version is not None and rows.trainer_version is not None, "needed"
-    trainer_version = rows.trainer_version[rows.row_of]
-    known = rows.sampled & rows.loss_mask & (rows.policy_version >= 0) & (trainer_version >= 0)
-    age = trainer_version - rows.policy_version
+    version, trainer_version = given(rows.policy_version), given(rows.trainer_version)[rows.row_of]
+    known = rows.sampled & rows.loss_mask & (version >= 0) & (trainer_version >= 0)
+    age = trainer_version - version
     begin, end = rows.runs(known & (age < 0))
     note = "a token's version is newer than the weights that trained on it"
     yield Contradiction("late_version", note, begin, end, moves=False)

@@ -8,7 +8,7 @@ import numpy as np
 
 from lockstep.doctor.facts.base import Contradiction, Places, fact
 from lockstep.doctor.findings import Setting
-from lockstep.doctor.rows import Rows
+from lockstep.doctor.rows import Rows, given
 from lockstep.doctor.tokenization import control_spelling
 from lockstep.types import Message
 
@@ -18,15 +18,14 @@ SAYS_MORE = "post_processed", "the row says more than the message"
 @fact(needs=("messages", "tokenizer"))
 def control_in_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     """Text of tools and users holds no control token."""
-    assert rows.messages is not None and setting.tokenizer is not None, "needed"
-    tokenizer = setting.tokenizer
+    tokenizer = given(setting.tokenizer)
     spelling = control_spelling(tokenizer)
     out = Places(moves=False)
     note = "the row contains text of a message as a control token"
     for row, tokens in enumerate(rows.slices):
         texts = [
             m.content
-            for m in rows.messages[row] or ()
+            for m in given(rows.messages)[row] or ()
             if m.role != "assistant" and spelling.search(m.content)
         ]
         if not texts:
@@ -50,11 +49,10 @@ def control_in_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
 @fact(needs=("messages", "tokenizer"))
 def reply_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     """Replies say what their messages say."""
-    assert rows.messages is not None and setting.tokenizer is not None, "needed"
     spans, out, after = rows.spans, Places(), Places()
     num_replies = num_after = 0
     for row, mine in enumerate(spans.of_rows(len(rows))):
-        replies = [m for m in rows.messages[row] or () if m.role == "assistant"]
+        replies = [m for m in given(rows.messages)[row] or () if m.role == "assistant"]
         if len(replies) != len(mine):
             continue
         for message, s in zip(replies, mine, strict=True):
@@ -77,8 +75,7 @@ def reply_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
 
 def _text(setting: Setting, rows: Rows, begin: int, end: int) -> str:
     """The words of a reply, without the id that ends it."""
-    assert setting.tokenizer is not None, "needed"
-    tokenizer, ids = setting.tokenizer, rows.token_ids[begin:end].tolist()
+    tokenizer, ids = given(setting.tokenizer), rows.token_ids[begin:end].tolist()
     if ids and ids[-1] in setting.stop_ids:
         ids.pop()
     return "".join(tokenizer.decode(i for i in ids if i < tokenizer.vocab_size).split())

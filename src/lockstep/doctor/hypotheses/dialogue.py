@@ -16,7 +16,7 @@ import numpy as np
 from lockstep.doctor.explain import Predict, Prediction, View, hypothesis
 from lockstep.doctor.facts.base import MIN_EQUAL
 from lockstep.doctor.hypotheses.shifted import OFFSETS, moved
-from lockstep.doctor.rows import Float64Array
+from lockstep.doctor.rows import Float64Array, given
 from lockstep.doctor.scoring.layouts import Laid, Layout
 from lockstep.doctor.scoring.prompts import Ids, Parts, Prompts, Write, with_prompt
 from lockstep.doctor.scoring.variants import Variant, by_variants
@@ -89,9 +89,8 @@ def _once(parts: Parts) -> Parts | None:
 
 
 def prompts_of(view: View) -> Prompts:
-    assert view.setting.tokenizer is not None, "hypotheses name it, or a renderer, in `needs`"
     tools = tools_of(view.setting.tools)
-    return Prompts(view.setting.tokenizer, view.setting.renderer, tools)
+    return Prompts(given(view.setting.tokenizer), view.setting.renderer, tools)
 
 
 @hypothesis(cause="wrong_template", needs=("model", "tokenizer"), basis="repair", fitted=1)
@@ -110,8 +109,7 @@ def messages(view: View) -> Iterator[tuple[str, str, Write]]:
     The dialogue as the model's template writes it, extended turn by turn; and with the replies as
     the model would have written their messages.
     """
-    renderer, template = view.setting.renderer, prompts_of(view).by_messages
-    assert renderer is not None, "needed"
+    renderer, template = given(view.setting.renderer), prompts_of(view).by_messages
 
     def glue(parts: Parts) -> Parts | None:
         """The ids between turns as the template writes them, where only those differ."""
@@ -176,11 +174,8 @@ def kept_messages(view: View) -> Iterator[Prediction]:
     A program that keeps messages: each reply was drawn after the template's whole history, and all
     log-probs were laid onto the row's trained tokens in one list, maybe some places off.
     """
-    model, rows, renderer = view.model, view.rows, view.setting.renderer
-    prompts = prompts_of(view)
-    assert renderer is not None and rows.rollout_logprobs is not None, "needed"
-    assert rows.messages is not None, "needed"
-    recorded = rows.rollout_logprobs.astype(np.float64)
+    model, rows, renderer = view.model, view.rows, given(view.setting.renderer)
+    prompts, recorded = prompts_of(view), given(rows.rollout_logprobs).astype(np.float64)
     is_listed = np.isfinite(recorded) & rows.loss_mask
     listed = [np.flatnonzero(is_listed[t]) + t.start for t in rows.slices]
     for text, write in (
@@ -188,7 +183,7 @@ def kept_messages(view: View) -> Iterator[Prediction]:
         ("messages", renderer.render_reply),
     ):
         found: list[Laid] = []
-        for said, at in zip(rows.messages, listed, strict=True):
+        for said, at in zip(given(rows.messages), listed, strict=True):
             for ids, drawn, first in _turns(said or (), renderer, prompts.tools, write):
                 mine = at[first : first + drawn]
                 place = np.full(len(ids), -1)

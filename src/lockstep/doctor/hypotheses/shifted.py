@@ -9,7 +9,7 @@ import numpy as np
 from lockstep.doctor.explain import CHUNK, Prediction, View, hypothesis
 from lockstep.doctor.facts.base import MAX_SHIFT
 from lockstep.doctor.findings import MIN_TOKENS
-from lockstep.doctor.rows import Float64Array, Rows
+from lockstep.doctor.rows import Float64Array, Rows, given
 from lockstep.types import Int64Array
 
 OFFSETS = tuple(sign * by for by in range(1, MAX_SHIFT + 1) for sign in (1, -1))
@@ -42,8 +42,7 @@ def shifted(view: View) -> Iterator[Prediction]:
 
 def _recorded(rows: Rows) -> Float64Array:
     """[N] everything that the sampler recorded, of untrained tokens too."""
-    assert rows.rollout_logprobs is not None, "a view has both sides"
-    return rows.rollout_logprobs.astype(np.float64)
+    return given(rows.rollout_logprobs).astype(np.float64)
 
 
 @hypothesis(cause="shifted", fitted=2, least=0.4)
@@ -118,9 +117,8 @@ def stale(view: View) -> Iterator[Prediction]:
     Older tokens have a gap, and tokens of the trainer's version have none.
     """
     rows, at = view.rows, view.rows.compared
-    assert rows.policy_version is not None and rows.trainer_version is not None, "needed"
-    version = rows.policy_version[at]
-    age = rows.trainer_version[rows.row_of[at]] - version
+    version = given(rows.policy_version)[at]
+    age = given(rows.trainer_version)[rows.row_of[at]] - version
     is_old, is_new = (age > 0) & (version >= 0), age == 0
     gap = rows.gap[at]
     if min(is_old.sum(), is_new.sum()) < MIN_TOKENS:

@@ -82,8 +82,7 @@ def steadiness(view: View, d: Float64Array) -> float:
     """Share of the deviation's variance within equal contexts, counted from the first id: 0 for
     numbers that are computed from the ids, 1 for noise; NaN if too few contexts repeat. Unit: the
     effect of noise on logits at each token, since rows begin with tokens that are certain."""
-    rows, model = view.rows, view.setting.model
-    assert model is not None, "a side deviates from it"
+    rows, model = view.rows, view.model
     d = d / np.sqrt(np.maximum(model.spread(rows), MIN_SPREAD))
     at = np.flatnonzero(np.isfinite(d))
     _, place = np.unique(rows.prefix_keys[at], return_inverse=True)
