@@ -448,7 +448,7 @@ def _round(view: View, hypotheses: Sequence[Hypothesis], out: Explanation) -> li
             out.late.append(one.name)
         judged = [
             j
-            for cause in {p.cause for p in predictions}
+            for cause in dict.fromkeys(p.cause for p in predictions)
             if (j := judge(timed, one, [p for p in predictions if p.cause == cause])) is not None
         ]
         if not judged:

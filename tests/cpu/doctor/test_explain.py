@@ -218,6 +218,14 @@ def test_a_hypothesis_that_fails_says_so_and_the_others_go_on():
     assert finding.verdict == "not_checkable" and "ValueError: a bug" in finding.measured
 
 
+def test_of_causes_that_explain_the_same_the_first_is_told():
+    view = View(rows=make_rows(20, shifted=range(6)), setting=Setting(), scale=0.05)
+    told = [Prediction(text=name, sampler=view.sampler, cause=name) for name in list(CAUSES)[:12]]
+    one = Hypothesis(name="many", cause="shifted", claim="", predict=lambda view: told)
+    tried = explain(view, [one], is_enough=lambda view: False).tried["many"]
+    assert tried.prediction.text == told[0].text
+
+
 def test_the_sample_is_bounded_and_keeps_neighbours():
     sample = Sample(max_tokens=2000)
     for chunk in ArrayDump(make_rows(200), chunk=50).chunks():

@@ -103,7 +103,7 @@ class RowsDump(FileDump):
         is_parquet = head_of(path, 4) == PARQUET_MAGIC
         found = _parquet_rows(path, names) if is_parquet else _json_rows(path, self.ends[path])
         for number, (where, source) in enumerate(found):
-            for name in source.keys() - columns:
+            for name in sorted(source.keys() - columns):
                 if name in BY_NAME and source[name] is not None:
                     raise DataError(
                         f"{where}: the first row with {name}. Write it into the first row of the "

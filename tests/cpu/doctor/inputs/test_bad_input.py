@@ -64,21 +64,12 @@ GOOD_COLUMNS: dict[str, Any] = {name: [value] * 3 for name, value in GOOD.items(
             {"token_ids": [1.5, 2.0]},
             "must be a list of whole numbers, from 0 to 2147483647, found 1.5",
         ),
-        (
-            {"token_ids": ["1", "2"]},
-            "must be a list of whole numbers, found ['1', '2']",
-        ),
+        ({"token_ids": ["1", "2"]}, "must be a list of whole numbers, found ['1', '2']"),
         ({"token_ids": [1, -2]}, "whole numbers, from 0 to 2147483647, found -2"),
         ({"token_ids": [2**31, 1]}, "from 0 to 2147483647, found 2147483648"),
-        (
-            {"token_ids": [True, False]},
-            "must be a list of whole numbers, found [True, False]",
-        ),
+        ({"token_ids": [True, False]}, "must be a list of whole numbers, found [True, False]"),
         ({"token_ids": [1, None]}, "token_ids is null; expected a list of whole numbers"),
-        (
-            {"token_ids": 7},
-            "must be a list of whole numbers, found 7.",
-        ),
+        ({"token_ids": 7}, "must be a list of whole numbers, found 7."),
         ({"loss_mask": ["no", "yes"]}, "must be a list of true or false (or 1 and 0)"),
         (
             {"rollout_logprobs": [-0.5]},
