@@ -198,7 +198,8 @@ def examine(
     for rows in chunks():
         out.num_rows += len(rows)
         out.num_tokens += rows.num_tokens
-        out.choice.add(rows)
+        if not is_live:  # a watch shows the rows of its files
+            out.choice.add(rows)
         left = rows
         for tally in tallies:
             if not missing[tally.fact.name]:
