@@ -16,7 +16,7 @@ so scores in float32 are computed again in tiles by stock products.
 """
 
 # Triton's annotations say that a reduction may give a tuple.
-# pyright: reportOperatorIssue=false
+# pyright: reportOperatorIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
