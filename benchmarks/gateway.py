@@ -209,10 +209,6 @@ def by_wrk(wrk: str, url: str, sessions: list[str], seconds: float) -> dict[str,
     }
 
 
-def body_of(said: list[dict[str, str]]) -> bytes:
-    return json.dumps({"model": MODEL, "tools": TOOLS, "messages": said}).encode()
-
-
 async def new_session(client: ClientSession, url: str) -> dict[str, Any]:
     async with client.post(f"{url}/sessions") as response:
         return await response.json()
@@ -257,7 +253,7 @@ async def converse(num_conversations: int) -> dict[str, float]:
             times = []
             for turn in range(LONG_TURNS):
                 said.append({"role": "user", "content": f"{at} {turn}: {WORDS}"})
-                body = body_of(said)
+                body = json.dumps({"model": MODEL, "tools": TOOLS, "messages": said}).encode()
                 began = time.process_time()
                 async with client.post(
                     f"{made['openai_base_url']}/chat/completions",

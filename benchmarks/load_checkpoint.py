@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from measuring import MIB, Row, alone, main, models_of, note, require_proc, row, used_by
+from measuring import MIB, Row, alone, main, models_of, note, require_proc, row, usage
 
 MODELS = models_of("load_checkpoint")
 CASES: dict[str, tuple[dict[str, Any], str, bool]] = {
@@ -111,7 +111,7 @@ def measure(side: str, place: str, name: str) -> dict[str, float]:
         for parameter in model.parameters():  # pages of a mapped file come when they are read
             parameter.detach().view(-1)[:: 4096 // parameter.itemsize].sum()
 
-    seconds, peak = used_by(load_whole)
+    seconds, peak = usage(load_whole).values()
     assert model is not None
     return {"seconds": seconds, "load": peak * MIB / sum(p.nbytes for p in model.parameters())}
 

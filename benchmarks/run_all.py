@@ -32,10 +32,9 @@ def run_benchmark(name: str, *, is_full: bool) -> dict[str, Any]:
     command = [sys.executable, str(BENCHMARKS[name]), *([] if is_full else ["--short"])]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     try:
-        found = json.loads(done.stdout.splitlines()[-1])
+        return json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         return {"name": name, "failed": f"exit code {done.returncode}, see its message above"}
-    return found
 
 
 def table_of(results: list[dict[str, Any]]) -> Table:

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from measuring import MIB, Row, main, models_of, require_proc, row, used_by
+from measuring import MIB, Row, main, models_of, require_proc, row, usage
 
 import numpy as np
 import torch
@@ -39,14 +39,9 @@ COMPARED_TOKENS = 512  # whose bits are compared: the invariant ops are slow on 
 def score(model: Decoder, num_tokens: int, group: Any) -> torch.Tensor:
     rng = np.random.default_rng(0)
     ids = torch.from_numpy(rng.integers(0, CONFIG["vocab_size"], num_tokens + 1))
-    batch = {
-        "ids_T": ids[:-1], "positions_T": torch.arange(num_tokens),
-        "context": PackedContext.of([num_tokens]),
-        "predictors_N": torch.arange(num_tokens), "targets_N": ids[1:],
-    }  # fmt: skip
-    if group is None:
-        return model.score(**batch)[0]
-    return sequence_parallel.SplitModel(model, group).score(**batch)[0]
+    places, context = torch.arange(num_tokens), PackedContext.of([num_tokens])
+    whole = model if group is None else sequence_parallel.SplitModel(model, group)
+    return whole.score(ids[:-1], places, context, predictors_N=places, targets_N=ids[1:])[0]
 
 
 def work(rank: int, size: int, num_tokens: int, directory: str) -> None:
@@ -67,10 +62,9 @@ def work(rank: int, size: int, num_tokens: int, directory: str) -> None:
     model.zero_grad()
     if size > 1:
         dist.barrier()
-    seconds, mib = used_by(lambda: score(model, num_tokens, group).sum().backward())
-    gradients = sum(p.numel() * 4 for p in model.parameters()) / MIB
-    found = {"mib": mib - gradients, "seconds": seconds, "logprobs": logprobs}
-    torch.save(found, f"{directory}/{size}-{rank}.pt")
+    found: dict[str, Any] = usage(lambda: score(model, num_tokens, group).sum().backward())
+    found["mib"] -= sum(p.numel() * 4 for p in model.parameters()) / MIB  # gradients
+    torch.save(found | {"logprobs": logprobs}, f"{directory}/{size}-{rank}.pt")
     if size > 1:
         dist.barrier()
         dist.destroy_process_group()

@@ -194,17 +194,14 @@ class Side:
         words = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
-    def close(self) -> None:
-        self._timer.cancel()
-        self._process.kill()
-        self._process.communicate()
-        self._stderr.close()
-
     def __enter__(self) -> Side:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._timer.cancel()
+        self._process.kill()
+        self._process.communicate()
+        self._stderr.close()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None, "opened as a pipe"
@@ -268,8 +265,8 @@ def peak_mib() -> float:
     return resident_bytes("VmHWM") / MIB if CLEAR_REFS.exists() else float("nan")
 
 
-def used_by(run: Callable[[], object]) -> tuple[float, float]:
-    """(processor seconds, MiB of the peak above the memory before) of one call."""
+def usage(run: Callable[[], object]) -> dict[str, float]:
+    """Of one call: processor seconds, and MiB of the peak above the memory before."""
     # The call would reuse memory that the allocator kept from earlier work, unseen.
     ctypes.CDLL(None).malloc_trim(0)
     CLEAR_REFS.write_text("5")  # resets the peak to the memory in use
@@ -277,10 +274,4 @@ def used_by(run: Callable[[], object]) -> tuple[float, float]:
     run()
     peak, ended = resident_bytes("VmHWM"), os.times()
     seconds = ended.user + ended.system - began.user - began.system
-    return seconds, (peak - held) / MIB
-
-
-def usage(run: Callable[[], object]) -> dict[str, float]:
-    """`used_by`, as figures with names."""
-    seconds, mib = used_by(run)
-    return {"seconds": seconds, "mib": mib}
+    return {"seconds": seconds, "mib": (peak - held) / MIB}

@@ -29,7 +29,14 @@ from lockstep.envs.docsearch.config import (
     DocSearchEnvironment,
     world_problem,
 )
-from lockstep.envs.docsearch.worlds import NAMES, PEOPLE_PER_WORLD, VALUES, World, WorldFact
+from lockstep.envs.docsearch.worlds import (
+    ENTITY_WORDS,
+    NAMES,
+    PEOPLE_PER_WORLD,
+    VALUES,
+    World,
+    WorldFact,
+)
 from lockstep.recipes import recipe
 from lockstep.recipes.registry import supervised_recipe
 from lockstep.renderers.config import HarmonyConfig
@@ -132,13 +139,7 @@ class ChainDemonstrationsConfig(DialogueConfig):
         return dialogue
 
     def clean_word_weights(self) -> dict[str, float]:
-        words = {
-            *NAMES,
-            *LINKS,
-            *VALUES,
-            *(value for values in VALUES.values() for value in values),
-        }
-        return dict.fromkeys(sorted(words), 3.0)
+        return dict.fromkeys(sorted({*ENTITY_WORDS, *LINKS, *VALUES}), 3.0)
 
 
 @supervised_recipe

@@ -93,9 +93,8 @@ def renderer_of(model: str) -> Renderer:
 
 def published_program(seed: int) -> Figures:
     """The program of the report, with our model and engine, and Lockstep's own rows."""
-    found = investigation.investigate("tiny-gpt-oss", seed)
-    before, rungs = found["by messages, as published"], found["rungs"]
-    after = rungs["the training path"]
+    rungs = investigation.investigate("tiny-gpt-oss", seed)["rungs"]
+    before, after = rungs["by messages, as published"], rungs["the training path"]
     return {
         "k1_before": before["k1"],
         "k2_before": before["k2"],
@@ -321,7 +320,7 @@ def histories(seed: int) -> Figures:
 def memory_of_experts(seed: int) -> Figures:
     """MiB at the peak of 4,096 tokens through gpt-oss' 32 experts of width 512, without gradient:
     ours, and every token through every expert, as transformers did without gradient."""
-    from measuring import used_by
+    from measuring import usage
 
     from moe import ACTIVE, EXPERTS, WIDTH, make_layer
 
@@ -342,7 +341,7 @@ def memory_of_experts(seed: int) -> Figures:
     for name, run in (("ours", ours), ("repeated", repeated)):
         with torch.no_grad():
             run(x_TD[:8])  # loads what a first call loads
-            found[name] = used_by(lambda run=run: run(x_TD))[1]
+            found[name] = usage(lambda run=run: run(x_TD))["mib"]
     return found
 
 

@@ -540,16 +540,9 @@ def on_sampler(
             line.sampler[on] = CHANGES[how](line.sampler[on], rng, by)
 
 
-def dropout(work: Work, rows: list[Row], **shares: float) -> AbstractContextManager[Any]:
-    return wild.dropping(work.program.model, **shares)
-
-
-def ignored_sinks(work: Work, rows: list[Row], *, layers: Sequence[int] = ()) -> Any:
-    return wild.without_sinks(work.program.model, layers)
-
-
-def ignored_window(work: Work, rows: list[Row]) -> AbstractContextManager[Any]:
-    return wild.without_window(work.program.model)
+def on_model(work: Work, rows: list[Row], *, by: str, **settings: Any) -> Any:
+    """by: a function of wild_players that changes the model while the trainer scores."""
+    return getattr(wild, by)(work.program.model, **settings)
 
 
 def routing_flips(work: Work, rows: list[Row], *, std: float) -> AbstractContextManager[Any]:

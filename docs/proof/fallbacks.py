@@ -56,11 +56,8 @@ SHIPPED = locate_model("tiny-qwen3")  # the tokenizer is its own
 STEPS = 2
 
 PLAN = tomllib.loads(RESULTS.with_suffix(".toml").read_text())
-SHAPE = PLAN["shape"] | {
-    "vocab_size": Tokenizer.from_file(SHIPPED).vocab_size,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+SHAPE = PLAN["shape"] | {"vocab_size": Tokenizer.from_file(SHIPPED).vocab_size}
+SHAPE |= dict.fromkeys(("bos_token_id", "eos_token_id"))
 PLAN["parts"]["per_layer"]["vocab_size_per_layer_input"] = SHAPE["vocab_size"]
 
 

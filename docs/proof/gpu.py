@@ -226,13 +226,18 @@ def layers(where: Where) -> Figures:
 def _scored(model: Decoder, ids: torch.Tensor) -> list[torch.Tensor]:
     """Log-probs, and the gradients of their sum for every parameter."""
     model.zero_grad()
-    places = torch.arange(len(ids) - 1, device=ids.device)
-    context = PackedContext.of([len(ids)], device=ids.device)
-    positions = torch.arange(len(ids), device=ids.device)
-    logprobs, _ = model.score(ids, positions, context, predictors_N=places, targets_N=ids[1:])
+    logprobs = _logprobs(model, ids, 1)
     logprobs.sum().backward()
     grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     return [logprobs.detach(), *grads]
+
+
+def _logprobs(model: Decoder, ids: torch.Tensor, first: int) -> torch.Tensor:
+    """Log-probs of a row's ids from this place on, by the trainer's forward."""
+    positions = torch.arange(len(ids), device=ids.device)
+    context, places = PackedContext.of([len(ids)], device=ids.device), positions[first - 1 : -1]
+    targets = ids[first:]
+    return model.score(ids, positions, context, predictors_N=places, targets_N=targets)[0]
 
 
 def poisoned(where: Where) -> Figures:
@@ -363,15 +368,8 @@ def schedules(where: Where, *, name: str) -> Figures:
     unequal = compared = 0
     for ids, recorded in asyncio.run(play()):
         tensor = to_device(ids.astype(np.int64), where.device)
-        places = torch.arange(len(ids) - len(recorded) - 1, len(ids) - 1, device=where.device)
         with torch.no_grad():
-            logprobs, _ = model.score(
-                tensor,
-                torch.arange(len(ids), device=where.device),
-                PackedContext.of([len(ids)], device=where.device),
-                predictors_N=places,
-                targets_N=tensor[places + 1],
-            )
+            logprobs = _logprobs(model, tensor, len(ids) - len(recorded))
         unequal += int((logprobs.cpu().numpy() != recorded).sum())
         compared += len(recorded)
     expect(unequal == 0, f"{unequal} of {compared} tokens are unequal")

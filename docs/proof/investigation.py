@@ -139,7 +139,7 @@ def investigate(model: str, seed: int) -> dict[str, Any]:
     ladder = climb(config, num_episodes=NUM_EPISODES)
     rungs = {r.name: {**r.gap.means(), "match": r.match} for r in ladder.rungs}
     before = asyncio.run(by_messages(config, build(config, model_files), NUM_EPISODES))
-    return {"rungs": rungs, "by messages, as published": before, "verdict": ladder.verdict}
+    return {"rungs": rungs | {"by messages, as published": before}, "verdict": ladder.verdict}
 
 
 def average(found: list[dict[str, float]]) -> dict[str, float]:
@@ -151,9 +151,6 @@ def main() -> None:
     for model in MODELS:
         found = [investigate(model, seed) for seed in SEEDS]
         rungs = {name: average([f["rungs"][name] for f in found]) for name in found[0]["rungs"]}
-        rungs["by messages, as published"] = average(
-            [f["by messages, as published"] for f in found]
-        )
         models[model] = {"rungs": rungs, "verdicts": [f["verdict"] for f in found]}
         for name, rung in rungs.items():
             print(f"{model:13} {name:30} k1 {rung['k1']:9.2e}  k2 {rung['k2']:8.1e}  "

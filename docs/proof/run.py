@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -126,15 +126,9 @@ def describe_model(model: str) -> dict[str, Any]:
 
     def spell_again(ids: list[int]) -> list[int]:
         out: list[int] = []
-        text: list[int] = []
-        for i in [*ids, None]:
-            if i is not None and i not in tokenizer.control_ids:
-                text.append(i)
-                continue
-            out += tokenizer.encode(tokenizer.decode(text))
-            text = []
-            if i is not None:
-                out.append(i)
+        for is_control, part in groupby(ids, tokenizer.control_ids.__contains__):
+            of_one_kind = list(part)
+            out += of_one_kind if is_control else tokenizer.encode(tokenizer.decode(of_one_kind))
         return out
 
     rows = [t.path_ids(len(t.segments) - 1) for t in trajectories]

@@ -52,7 +52,7 @@ from lockstep.agent.tools import ToolLimits, ToolRunner
 from lockstep.envs.docsearch.config import DocSearchConfig, DocSearchEnvironment, world_problem
 from lockstep.envs.docsearch.worlds import world_of
 from lockstep.errors import RunError
-from lockstep.store.run import Run, load_run
+from lockstep.store.run import load_run
 from lockstep.types import Message, Task
 
 GROUP_SIZE = 2
@@ -77,17 +77,10 @@ class OwnBase(BaseException):
 class Hostile:
     """Every access raises."""
 
-    def __getattribute__(self, name: str) -> Any:
+    def __getattribute__(self, name: str = "text, length or items") -> Any:
         raise RuntimeError(f"no {name}")
 
-    def __repr__(self) -> str:
-        raise RuntimeError("no repr")
-
-    def __len__(self) -> int:
-        raise RuntimeError("no length")
-
-    def __iter__(self) -> Any:
-        raise RuntimeError("no items")
+    __repr__ = __len__ = __iter__ = __getattribute__  # type: ignore[assignment]
 
 
 def raises(error: Callable[[], BaseException]) -> Callable[[Call], Awaitable[Any]]:
@@ -134,30 +127,17 @@ async def recurses(sound: Call) -> Any:
     return await recurses(sound)
 
 
+def gives(value: Callable[[], Any]) -> Call:
+    """A sound hook with this result."""
+
+    async def sound() -> Any:
+        return value()
+
+    return sound
+
+
+nothing = gives(lambda: None)
 _KEPT: list[Any] = []
-
-
-def leaves_a_task() -> None:
-    async def stays() -> None:
-        await swallows_cancellation(stays)
-
-    _KEPT.append(asyncio.ensure_future(stays()))
-
-
-def leaves_a_failed_task() -> None:
-    async def fails() -> None:
-        raise ValueError("nobody looks")
-
-    asyncio.ensure_future(fails())  # noqa: RUF006
-
-
-def leaves_a_thread() -> None:
-    threading.Thread(target=lambda: time.sleep(1e6)).start()
-
-
-def seeds_everything() -> None:
-    random.seed(0)
-    np.random.seed(0)
 
 
 def changes_the_process() -> None:
@@ -166,17 +146,7 @@ def changes_the_process() -> None:
     os.chdir(tempfile.gettempdir())
 
 
-def breaks_stdout() -> None:
-    sys.stdout = None  # type: ignore[assignment]
-
-
-def runs_a_loop() -> None:
-    asyncio.run(asyncio.sleep(0))
-
-
-DEEP: Any = []
-for _ in range(100_000):
-    DEEP = [DEEP]
+DEEP = functools.reduce(lambda inner, _: [inner], range(100_000), [])
 
 MISBEHAVIOURS: dict[str, Callable[[Call], Awaitable[Any]]] = {
     "raises": raises(lambda: ValueError("x")),
@@ -198,14 +168,18 @@ MISBEHAVIOURS: dict[str, Callable[[Call], Awaitable[Any]]] = {
     "swallows_cancellation": swallows_cancellation,
     "cancels_itself": cancels_itself,
     "blocks": first(lambda: time.sleep(1)),
-    "leaves_a_task": first(leaves_a_task),
-    "leaves_a_failed_task": first(leaves_a_failed_task),
-    "leaves_a_thread": first(leaves_a_thread),
-    "seeds_everything": first(seeds_everything),
+    "leaves_a_task": first(
+        lambda: _KEPT.append(asyncio.ensure_future(swallows_cancellation(nothing)))
+    ),
+    "leaves_a_failed_task": first(
+        lambda: asyncio.ensure_future(raises(lambda: ValueError("nobody looks"))(nothing))
+    ),
+    "leaves_a_thread": first(lambda: threading.Thread(target=time.sleep, args=(1e6,)).start()),
+    "seeds_everything": first(lambda: (random.seed(0), np.random.seed(0))),
     "changes_the_process": first(changes_the_process),
-    "breaks_stdout": first(breaks_stdout),
+    "breaks_stdout": first(lambda: setattr(sys, "stdout", None)),
     "turns_warnings_to_errors": first(lambda: warnings.simplefilter("error")),
-    "runs_a_loop": first(runs_a_loop),
+    "runs_a_loop": first(lambda: asyncio.run(asyncio.sleep(0))),
     "returns_none": returns(lambda: None),
     "returns_hostile": returns(Hostile),
     "returns_number": returns(lambda: 10**400),
@@ -251,10 +225,6 @@ def ways(hook: str) -> dict[str, Callable[[Call], Awaitable[Any]]]:
     return MISBEHAVIOURS | {name: returns(value) for name, value in more.items()}
 
 
-async def no_result() -> None:
-    """A sound hook that has nothing to say."""
-
-
 def at_once(coroutine: Any) -> Any:
     """The result of a coroutine that must not wait; what waits is called sound."""
     try:
@@ -298,15 +268,13 @@ class HostileConfig(DocSearchConfig):
         if self.hook == "judge":
             return JudgedEnvironment(super().environment(task, agent), task)
 
-        async def make() -> Any:
-            problem = world_problem(world_of(task.payload["world_seed"], self.two_hop_share), self)
-            return HostileEnvironment(problem, self, ToolLimits.of(agent), way)
-
+        problem = world_problem(world_of(task.payload["world_seed"], self.two_hop_share), self)
+        make = gives(lambda: HostileEnvironment(problem, self, ToolLimits.of(agent), way))
         return way(make) if self.hook == "make" else at_once(make())
 
     def group_scorer(self, task: Task) -> Any:
         if self.hook == "group_scorer_of" and (way := ways(self.hook).get(task.id)):
-            return at_once(way(no_result))
+            return at_once(way(nothing))
         if self.hook != "group_scorer":
             return None
 
@@ -336,18 +304,11 @@ class HostileEnvironment(DocSearchEnvironment):
         if name in ("reset", "step", "score", "close") and get("hook") == name:
             return lambda *given: get("way")(lambda: get(name)(*given))
         if name == "tools" and get("__dict__").get("hook") == "tools":
-
-            async def sound() -> Any:
-                return get("__dict__")["tools"]
-
-            return at_once(get("way")(sound))
+            return at_once(get("way")(gives(lambda: get("__dict__")["tools"])))
         return get(name)
 
     async def _async_tool(self, keywords: list[str]) -> Any:
-        async def sound() -> str:
-            return self._search(keywords)
-
-        return await self.way(sound)
+        return await self.way(gives(lambda: self._search(keywords)))
 
     def _tool(self, keywords: list[str]) -> Any:
         return asyncio.run(self._async_tool(keywords))
@@ -376,7 +337,7 @@ class HostileHarness(Harness):
         return await (self.way(sound) if self.hook == "harness" else sound())
 
     async def close(self) -> Any:
-        return await (self.way(no_result) if self.hook == "harness_close" else no_result())
+        return await (self.way(nothing) if self.hook == "harness_close" else nothing())
 
 
 # -- judges ---------------------------------------------------------------------------------------
@@ -450,11 +411,9 @@ class JudgedEnvironment(Environment):
         self.reset, self.step = sound.reset, sound.step
 
     async def score(self) -> Score:
-        judge = _HastyJudge(
-            url=f"{judges_url()}/{self.task.id}/v1", model="judge", timeout_seconds=1
-        )
-        score, _ = await judge.score(self.task, self.sound.answer or "none", [])
-        return score
+        url = f"{judges_url()}/{self.task.id}/v1"
+        judge = _HastyJudge(url=url, model="judge", timeout_seconds=1)
+        return (await judge.score(self.task, self.sound.answer or "none", []))[0]
 
 
 # -- trackers -------------------------------------------------------------------------------------
@@ -471,12 +430,9 @@ class HostileTracker:
         if name not in ("init", "log", "finish"):
             raise AttributeError(name)
 
-        async def sound() -> Any:
-            return self
-
         if name != self.method:
             return lambda *given, **named: self
-        return lambda *given, **named: asyncio.run(self.way(sound))
+        return lambda *given, **named: asyncio.run(self.way(gives(lambda: self)))
 
 
 if hostile := os.environ.get("LOCKSTEP_SOAK_TRACKER"):
@@ -536,13 +492,6 @@ def trained(
     return [*ended(command, limit, **options), *unaccounted(out, num_steps)]
 
 
-def groups_of(run: Run, step: int) -> list[Any]:
-    try:
-        return list(run.groups(step))
-    except RunError:  # none are stored
-        return []
-
-
 def unaccounted(out: Path, steps: int) -> list[str]:
     """Steps and episodes that the run directory lacks."""
     if not (out / "metrics.jsonl").is_file():
@@ -552,7 +501,9 @@ def unaccounted(out: Path, steps: int) -> list[str]:
     if sorted(rows) != list(range(steps)):
         problems.append(f"steps {sorted(rows)} of {steps} are in metrics.jsonl")
     for step in range(steps):
-        stored = [t for group in groups_of(run, step) for t in group.trajectories]
+        stored: list[Any] = []
+        with contextlib.suppress(RunError):  # none are stored
+            stored = [t for group in run.groups(step) for t in group.trajectories]
         if len(stored) != 8 * GROUP_SIZE or step not in rows:
             problems.append(f"step {step}: {len(stored)} episodes of {8 * GROUP_SIZE} are stored")
             continue

@@ -172,24 +172,12 @@ def directory(name: str) -> str:
     return "".join(c if c.isalnum() or c in ".-" else "_" for c in name)
 
 
-GPT_OSS = (
-    "create=gpt_oss",
-    "renderer=harmony",
-    "renderer.system_message=false",
-    "renderer.developer_heading=false",
-    "renderer.tools_in_prompt=false",
-)
-"""A small gpt-oss in place of a shipped dense model: the same dialogues and steps."""
-
-
 def model_of(name: str) -> Run:
     """The supervised run whose model the runs of a study begin with."""
     study = STUDIES[name]
-    if study.plugin:
-        words = ("sft", study.model, "--plugin", study.plugin)
-        return Run(words=words, path=RUNS / "models" / study.model)
-    words = ("sft", study.model, "--plugin", "examples/tiny_models.py", *GPT_OSS)
-    return Run(words=words, path=RUNS / "models" / f"{study.model}-gpt-oss")
+    kind, name = ((), "") if study.plugin else (words_of("@gpt-oss"), "-gpt-oss")
+    words = ("sft", study.model, "--plugin", study.plugin or "examples/tiny_models.py", *kind)
+    return Run(words=words, path=RUNS / "models" / f"{study.model}{name}")
 
 
 def teacher_of(name: str) -> Run:
@@ -326,9 +314,6 @@ def figures_of(run: Run) -> dict[str, Any]:
         values = [row[name] for row in steps[part] if name in row]
         return mean(values) if values else None
 
-    def largest(name: str) -> float:
-        return max(row[name] for row in steps)
-
     tens = [over("reward/mean", slice(at, at + 10)) for at in range(0, len(steps), 10)]
     means = {
         figure: over(metric, part)
@@ -336,7 +321,7 @@ def figures_of(run: Run) -> dict[str, Any]:
         for figure, metric in PLAN["figures"][window].items()
     }
     return means | {
-        **{figure: largest(metric) for figure, metric in PLAN["figures"]["largest"].items()},
+        **{name: max(row[of] for row in steps) for name, of in PLAN["figures"]["largest"].items()},
         "steps": len(steps),
         "skipped_updates": steps[-1]["train/skipped_updates"],
         "reward_worst_10": min(value for value in tens if value is not None),

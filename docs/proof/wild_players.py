@@ -24,7 +24,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -243,7 +243,7 @@ def make_tokenizer(kind: str, template: Template) -> PreTrainedTokenizerFast:
 # -- models ----------------------------------------------------------------------------------------
 
 
-def make_model(kind: str, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Any:
+def make_model(kind: str, tokenizer: PreTrainedTokenizerFast) -> Any:
     own = dict(PLAN["architectures"][kind])
     model_type, without = own.pop("model_type", kind), own.pop("without", ())
     settings = {k: v for k, v in (PLAN["small"] | own).items() if k not in without}
@@ -251,7 +251,7 @@ def make_model(kind: str, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> A
         model_type, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, **settings,
     )  # fmt: skip
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():  # a router of zeros (some architectures start so) would never learn
         for module in routers_of(model):
@@ -302,11 +302,10 @@ class Program:
     template: Template
     tokenizer: PreTrainedTokenizerFast
     model: Any
-    end_ids: frozenset[int] = frozenset()
 
-    def __post_init__(self) -> None:
-        ids = self.tokenizer.convert_tokens_to_ids(list(self.template.ends))
-        self.end_ids = frozenset(ids)
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.convert_tokens_to_ids(list(self.template.ends)))
 
     # -- text -------------------------------------------------------------------------------------
 
@@ -524,7 +523,10 @@ def ensure(name: str) -> Path:
     if (parts.directory / "made.json").is_file():
         return parts.directory
     began, cpu = time.perf_counter(), time.process_time()
-    program = new_program(parts)
+    template = TEMPLATES[parts.template]
+    tokenizer = make_tokenizer(parts.tokenizer, template)
+    model = make_model(parts.model, tokenizer)
+    program = Program(parts=parts, template=template, tokenizer=tokenizer, model=model)
     logprob = train(program)
     if len(program.end_ids) > 1:  # as published models of these families list them
         ends = sorted(program.end_ids)
@@ -536,14 +538,6 @@ def ensure(name: str) -> Path:
     (parts.directory / "made.json").write_text(json.dumps(made) + "\n")
     print(f"{name:16} {made}  {time.perf_counter() - began:.0f} s", flush=True)
     return parts.directory
-
-
-def new_program(parts: Parts, *, seed: int = 0) -> Program:
-    """A player that has learnt nothing yet."""
-    template = TEMPLATES[parts.template]
-    tokenizer = make_tokenizer(parts.tokenizer, template)
-    model = make_model(parts.model, tokenizer, seed=seed)
-    return Program(parts=parts, template=template, tokenizer=tokenizer, model=model)
 
 
 @cache
