@@ -93,9 +93,8 @@ def test_eight_samples_of_one_prompt_prefill_it_once(length):
     engine = make_engine(model)
     ids = prompt(length)
     replies = ask(engine, *(request(f"s{i}", ids, seed=i) for i in range(8)))
-    assert (
-        engine.stats["prefilled_tokens"] == length + 7
-    )  # the last id of each: it gives the logits
+    # The last id of each: it gives the logits.
+    assert engine.stats["prefilled_tokens"] == length + 7
     assert [d.num_cached_tokens for d in replies] == [0] + [length - 1] * 7
     assert len({tuple(d.token_ids) for d in replies}) > 1
     for delta in replies:
@@ -235,19 +234,9 @@ def test_the_recorded_distribution_is_the_stated_one(temperature):
     model = make_model(std=0.3)
     engine, ids = make_engine(model), prompt(9)
     common = {"temperature": temperature, "top_p": 0.7, "top_k": 20, "max_tokens": 20}
-    found = dict(
-        zip(
-            ("model", "tempered", "sampled"),
-            ask(
-                engine,
-                *(
-                    request(name, ids, seed=3, distribution=name, **common)
-                    for name in ("model", "tempered", "sampled")
-                ),
-            ),
-            strict=True,
-        )
-    )
+    names = ("model", "tempered", "sampled")
+    asked = [request(name, ids, seed=3, distribution=name, **common) for name in names]
+    found = dict(zip(names, ask(engine, *asked), strict=True))
     path = [*ids, *found["model"].token_ids]
     own = packed_logprobs(model, path)[9:]
     np.testing.assert_allclose(found["model"].logprobs, own, atol=2e-5)

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -106,6 +107,13 @@ def broken(change, **sampling):
     return str(caught.value)
 
 
+def cut(reason, size, chunk):
+    """A chunk that ends for this reason has its first tokens alone."""
+    if chunk.finish_reason != reason:
+        return chunk
+    return replace(chunk, token_ids=chunk.token_ids[:size], logprobs=chunk.logprobs[:size])
+
+
 def test_another_prompt_than_was_sent_names_the_first_differing_token():
     text = broken(lambda c: replace(c, prompt_ids=[c.prompt_ids[0], 7777, *c.prompt_ids[2:]]))
     assert f"token 1 is 7777 and was sent as {int(prompt(9)[1])}" in text
@@ -128,49 +136,21 @@ def test_ids_outside_of_the_vocabulary_are_refused():
 
 
 def test_a_stop_id_that_the_server_leaves_out_is_refused_and_not_put_back():
-    def without_stop(chunk):
-        if chunk.finish_reason == "stop":
-            return replace(chunk, token_ids=chunk.token_ids[:-1], logprobs=chunk.logprobs[:-1])
-        return chunk
-
     stop_ids = tuple(range(0, 97, 3))
-    text = broken(without_stop, stop_ids=stop_ids, max_tokens=200)
+    text = broken(partial(cut, "stop", -1), stop_ids=stop_ids, max_tokens=200)
     assert "the stop id is left out of the ids" in text and "[0, 3, 6" in text
 
 
 def test_tokens_after_a_stop_id_are_refused():
-    seen = []
-
-    def late(chunk):
-        seen.append(chunk)
-        return chunk
-
-    engine, _ = served(change=late)
-    asyncio.run(reply_of(engine, request("a", prompt(9), temperature=0.0)))
-    stop = int(seen[0].token_ids[2])
-    first = list(seen[0].token_ids).index(stop)
-    engine, _ = served(
-        change=lambda c: replace(
-            c,
-            token_ids=seen[0].token_ids,
-            logprobs=seen[0].logprobs,
-            finish_reason="length",
-        )
-    )
-    with pytest.raises(EngineError, match=rf"went on after the stop id {stop} \(token {first}\)"):
-        asked = request("a", prompt(9), temperature=0.0, stop_ids=(stop,))
-        asyncio.run(reply_of(engine, asked))
+    reply = asyncio.run(reply_of(served()[0], request("a", prompt(9), temperature=0.0)))
+    ids, logprobs = (column.tolist() for column in reply)
+    whole = {"token_ids": ids, "logprobs": logprobs, "finish_reason": "length"}
+    text = broken(lambda c: replace(c, **whole), temperature=0.0, stop_ids=(ids[2],))
+    assert f"went on after the stop id {ids[2]} (token {ids.index(ids[2])})" in text
 
 
 def test_a_reply_that_ends_early_or_twice_or_without_reason_is_refused():
-    text = broken(
-        lambda c: (
-            replace(c, token_ids=c.token_ids[:4], logprobs=c.logprobs[:4])
-            if c.finish_reason == "length"
-            else c
-        )
-    )
-    assert "ended after 4 of 12 tokens" in text
+    assert "ended after 4 of 12 tokens" in broken(partial(cut, "length", 4))
     assert "without a reason" in broken(lambda c: replace(c, finish_reason=None))
     assert "was not asked to" in broken(
         lambda c: replace(c, finish_reason="abort", token_ids=[3], logprobs=[-1.0])

@@ -1,6 +1,8 @@
 """The CUDA backend's kernels on a CPU, in Triton's interpreter, in float32: indexing, masks, the
 order of blocks, gradients. What a tensor core rounds is for tests/gpu."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -37,37 +39,28 @@ def rand(*shape, seed=0):
 
 
 ROW_OPS = {
-    "linear": lambda x: OPS.linear(x, rand(37, 70, seed=1), rand(37, seed=2)),
-    "rms_norm": lambda x: OPS.rms_norm(x, rand(70, seed=1), 1e-5),
-    "rms_norm by head": lambda x: OPS.rms_norm(x.view(-1, 7, 10), rand(7, 10, seed=1), 1e-5),
-    "swiglu": OPS.swiglu,
-    "swiglu_clamped": lambda x: OPS.swiglu(x, alpha=1.702, limit=1.0),
-    "geglu": OPS.geglu,
-    "rope": lambda x: OPS.rope(x.view(-1, 7, 10), x[:, None, :10], x[:, None, 10:20]),
-    "route": lambda x: torch.cat(OPS.route(x.round(), 4), -1),  # rounded: with ties
-    "route, shares of all": lambda x: OPS.route(x, 4, is_normalized=False)[0],
-    "combine": lambda x: OPS.combine(x.view(-1, 7, 10), x[:, :7]),
-    "log_softmax": lambda x: OPS.log_softmax(x, temperature=0.7),
-    "log_softmax of some": lambda x: OPS.log_softmax(x, kept=x > -1),
-    "log_softmax of many": lambda x: OPS.log_softmax(x.repeat(1, 60)),  # 4200: two blocks
+    "linear": lambda ops, x: ops.linear(x, rand(37, 70, seed=1), rand(37, seed=2)),
+    "rms_norm": lambda ops, x: ops.rms_norm(x, rand(70, seed=1), 1e-5),
+    "rms_norm by head": lambda ops, x: ops.rms_norm(x.view(-1, 7, 10), rand(7, 10, seed=1), 1e-5),
+    "swiglu": lambda ops, x: ops.swiglu(x),
+    "swiglu_clamped": lambda ops, x: ops.swiglu(x, alpha=1.702, limit=1.0),
+    "geglu": lambda ops, x: ops.geglu(x),
+    "rope": lambda ops, x: ops.rope(x.view(-1, 7, 10), x[:, None, :10], x[:, None, 10:20]),
+    "route": lambda ops, x: torch.cat(ops.route(x.round(), 4), -1),  # rounded: with ties
+    "route, shares of all": lambda ops, x: ops.route(x, 4, is_normalized=False)[0],
+    "combine": lambda ops, x: ops.combine(x.view(-1, 7, 10), x[:, :7]),
+    "log_softmax": lambda ops, x: ops.log_softmax(x, temperature=0.7),
+    "log_softmax of some": lambda ops, x: ops.log_softmax(x, kept=x > -1),
+    "log_softmax of many": lambda ops, x: ops.log_softmax(x.repeat(1, 60)),  # 4200: two blocks
 }
-PLAIN_ROW_OPS = {
-    "rms_norm": lambda x: plain.rms_norm(x, rand(70, seed=1), 1e-5),
-    "rms_norm by head": lambda x: plain.rms_norm(x.view(-1, 7, 10), rand(7, 10, seed=1), 1e-5),
-    "swiglu": plain.swiglu,
-    "swiglu_clamped": lambda x: plain.swiglu(x, alpha=1.702, limit=1.0),
-    "geglu": plain.geglu,
-    "rope": lambda x: plain.rope(x.view(-1, 7, 10), x[:, None, :10], x[:, None, 10:20]),
-    "combine": lambda x: plain.combine(x.view(-1, 7, 10), x[:, :7]),
-    "log_softmax": lambda x: plain.log_softmax(x, temperature=0.7),
-    "log_softmax of some": lambda x: plain.log_softmax(x, kept=x > -1),
-    "log_softmax of many": lambda x: plain.log_softmax(x.repeat(1, 60)),
-}
+NO_PLAIN_ROWS = ("linear", "route", "route, shares of all")
+"""Ops that are compared with the plain backend elsewhere: with a bound of their own, or by their
+gradients."""
 
 
 @pytest.mark.parametrize("name", ROW_OPS)
 def test_the_bits_of_a_row_depend_on_that_row_alone(name):
-    function, x = ROW_OPS[name], rand(23, 70)
+    function, x = partial(ROW_OPS[name], OPS), rand(23, 70)
     whole = function(x)
     for part in (slice(0, 1), slice(3, 5), slice(5, 12)):
         assert torch.equal(function(x[part]), whole[part]), part
@@ -75,14 +68,13 @@ def test_the_bits_of_a_row_depend_on_that_row_alone(name):
     assert torch.equal(function(x[order]), whole[order])
 
 
-@pytest.mark.parametrize("name", PLAIN_ROW_OPS)
+@pytest.mark.parametrize("name", [name for name in ROW_OPS if name not in NO_PLAIN_ROWS])
 def test_a_row_has_the_numbers_of_the_plain_backend(name):
     x = rand(9, 70)
     # Sums of at most 70 terms whose rounding errors add up like a random walk, and values to 8:
     # 8 * sqrt(70) * EPS = 4e-6. The 4200 exponentials are summed pairwise on both sides.
-    torch.testing.assert_close(
-        ROW_OPS[name](x), PLAIN_ROW_OPS[name](x), rtol=2e-6, atol=4e-6, equal_nan=True
-    )
+    found, wanted = (ROW_OPS[name](ops, x) for ops in (OPS, plain))
+    torch.testing.assert_close(found, wanted, rtol=2e-6, atol=4e-6, equal_nan=True)
 
 
 def gradients(function, *inputs):
@@ -226,7 +218,7 @@ def attention_inputs(heads, key_heads, width, has_sinks, lengths=LENGTHS):
     return [q, k, v, *([rand(heads, seed=3)] if has_sinks else [])]
 
 
-def packed_attention(window, context):
+def attention(window, context):
     return lambda q, k, v, sinks=None: OPS.attention(
         q, k, v, AttentionSpec(sinks, window, 0.3), context
     )
@@ -240,7 +232,7 @@ def test_attention_is_the_formula_forward_and_backward(
         "lockstep.ops.cuda_attention.BACKWARD_SCORES", 5 * heads * 70 * 20
     )  # several tiles
     inputs = attention_inputs(heads, key_heads, width, has_sinks)
-    ours = packed_attention(window, PackedContext.of(LENGTHS))
+    ours = attention(window, PackedContext.of(LENGTHS))
 
     def formula(q, k, v, sinks=None):
         return reference_attention(
@@ -261,8 +253,8 @@ def test_rows_that_share_tokens_have_the_bits_and_the_gradients_of_copies():
     rows = [np.arange(0, 40), np.concatenate([np.arange(0, 30), np.arange(40, 50)])]
     copies = np.concatenate(rows)
     inputs = attention_inputs(4, 2, 8, True, [50])
-    shared = packed_attention(9, PackedContext.of_rows(rows))
-    apart = packed_attention(9, PackedContext.of([40, 40]))
+    shared = attention(9, PackedContext.of_rows(rows))
+    apart = attention(9, PackedContext.of([40, 40]))
 
     def of_copies(q, k, v, sinks):
         out = apart(q[copies], k[copies], v[copies], sinks)
@@ -316,17 +308,13 @@ def test_decode_and_chunks_have_the_bits_of_the_packed_forward(
     heads, key_heads, width, window, has_sinks, page_size
 ):
     q, k, v, *sinks = attention_inputs(heads, key_heads, width, has_sinks, STEP_LENGTHS)
-    packed = packed_attention(window, PackedContext.of(STEP_LENGTHS))(q, k, v, *sinks)
+    packed = attention(window, PackedContext.of(STEP_LENGTHS))(q, k, v, *sinks)
     first = np.cumsum([0, *STEP_LENGTHS])
     cache = Cache(STEP_LENGTHS, page_size, key_heads, width)
     for step in STEPS:
-        tokens = torch.cat([first[i] + torch.arange(a, b) for i, a, b in step])
-        found = OPS.attention(
-            q[tokens],
-            k[tokens],
-            v[tokens],
-            AttentionSpec(sinks[0] if sinks else None, window, 0.3),
-            cache.context(step, heads),
+        tokens = tokens_of(step, first)
+        found = attention(window, cache.context(step, heads))(
+            q[tokens], k[tokens], v[tokens], *sinks
         )
         assert torch.equal(found, packed[tokens]), step
 
@@ -343,7 +331,7 @@ def test_one_piece_has_the_bits_of_splits_that_are_combined(num_programs, width,
     lengths = [75, 31]
     q, k, v, sinks = attention_inputs(6, 2, width, True, lengths)
     for window in (None, 40) if width < 100 else (40,):
-        packed = packed_attention(window, PackedContext.of(lengths))(q, k, v, sinks)
+        packed = attention(window, PackedContext.of(lengths))(q, k, v, sinks)
         doubles = [x.double() for x in (q, k, v)]
         wanted = reference_attention(
             *doubles, sinks_H=sinks.double(), window=window, scale=0.3, lengths=lengths
@@ -355,9 +343,7 @@ def test_one_piece_has_the_bits_of_splits_that_are_combined(num_programs, width,
         for step in ([(0, 0, 72), (1, 0, 30)], [(0, 72, 74), (1, 30, 31)], [(0, 74, 75)]):
             tokens = tokens_of(step, [0, 75])
             context = cache.context(step, 6)
-            found = OPS.attention(
-                q[tokens], k[tokens], v[tokens], AttentionSpec(sinks, window, 0.3), context
-            )
+            found = attention(window, context)(q[tokens], k[tokens], v[tokens], sinks)
             assert torch.equal(found, packed[tokens]), (window, step)
             assert not context.work.counters.any()
             assert (len(context.work.counters) > 0) == (num_programs > 1)

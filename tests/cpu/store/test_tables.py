@@ -68,18 +68,85 @@ def with_column(values, **more):
     return parquet(pa.table({"question": [f"Q{n}?" for n in range(4)], "more": values, **more}))
 
 
+def asked(question):
+    """A Parquet file of this column."""
+    return parquet(pa.table({"question": question}))
+
+
+def two(*messages):
+    """Lines of two tasks with these messages."""
+    return lines([{"messages": messages, "n": n} for n in (1, 2)])
+
+
 FIRST = [("user", "Q0?")]
+IN_LINES = {
+    "byte-order-mark": (b"\xef\xbb\xbf" + lines(ROWS), FIRST),
+    "windows-lines": (lines(ROWS).replace(b"\n", b"\r\n"), FIRST),
+    "key-twice": (b'{"question": "a", "question": "b"}', "'question' is given twice"),
+    "nan-in-lines": (b'{"question": "Q0?", "s": NaN}\n{"question": "b"}', FIRST),
+    "large-numbers": (b'{"question": "Q0?", "s": 1%s}\n{"question": "b"}' % (b"0" * 60), FIRST),
+    "question-of-nan": (b'{"question": "a"}\n{"question": NaN}', ":2: .*'question'.*needed"),
+    "gold-answer": (two(USER, DONE), "ends with an assistant's"),
+    "gold-in-shares": (two(*SHARED), "ends with an assistant's"),
+    "gold-in-json": (lines([{"question": json.dumps([USER, DONE])}] * 2), "ends with an"),
+    "no-text": (lines([{"messages": [{"role": "user", "content": None}]}]), "no text"),
+    "parts": (two({**USER, "content": PARTS}), [("user", "Q\n?")]),
+    "image-part": (
+        two({**USER, "content": [{"type": "image_url"}]}),
+        r"content\[0\].type is 'image_url': Only text is read",
+    ),
+    "developer": (
+        two({"role": "developer", "content": "D"}, USER),
+        [("developer", "D"), ("user", "Q?")],
+    ),
+    "tool-without-name": (
+        two(USER, CALLS, REPLY),
+        [("user", "Q?"), ("assistant", ""), ("tool", "r")],
+    ),
+    "lost-call": (
+        two(USER, {**REPLY, "tool_call_id": "c9"}),
+        "tool_call_id must be the id of a call of an assistant before it, found 'c9'",
+    ),
+    "legacy-role": (
+        two({"role": "function", "name": "f", "content": "x"}),
+        "'function' is not one of",
+    ),
+}
+IN_PARQUET = {
+    "json-whole": (asked(AS_JSON), FIRST),
+    "json-listed": (parquet(pa.table({"messages": LISTED})), FIRST),
+    "json-in-a-struct": (parquet(pa.table({"messages": LISTED, "x": NESTED})), FIRST),
+    "json-as-text": (parquet(pa.table({"messages": AS_JSON.storage})), FIRST),
+    "json-torn": (
+        parquet(pa.table({"messages": pa.array(["[{", "[]"], pa.json_())})),
+        ":row 1: messages is not JSON",
+    ),
+    "large-text": (asked(pa.array(["Q0?", "Q1?"], pa.large_string())), FIRST),
+    "categories": (asked(pa.array(["Q0?", "Q1?"]).dictionary_encode()), FIRST),
+    "struct-messages": (parquet(pa.table({"messages": DIALOGUES})), FIRST),
+    "times": (with_column([datetime.datetime(2025, 1, 1)] * 4), FIRST),
+    "nanoseconds": (with_column(pa.array([1, 2, 3, 5], pa.timestamp("ns"))), FIRST),
+    "dates": (with_column([datetime.date(2025, 1, 1)] * 4), FIRST),
+    "spans": (with_column([datetime.timedelta(1)] * 4), FIRST),
+    "decimals": (with_column([decimal.Decimal("1.5")] * 4), FIRST),
+    "bytes": (with_column([b"x"] * 4), FIRST),
+    "images": (with_column([{"bytes": b"x", "path": "a"}] * 4), FIRST),
+    "listed-bytes": (with_column([[b"x"]] * 4), FIRST),
+    "uuids": (with_column(pa.array([uuid.uuid4().bytes] * 4, pa.uuid())), FIRST),
+    "maps": (with_column(pa.array([[("a", 1)]] * 4, pa.map_(pa.string(), pa.int64()))), FIRST),
+    "nan": (with_column([1.0, float("nan"), 2.0, None]), FIRST),
+    "inf-within": (with_column([{"a": [float("inf")]}] * 4), FIRST),
+    "nulls": (with_column(pa.nulls(4)), FIRST),
+    "question-of-bytes": (asked([b"a", b"b"]), "a column of binary is not read"),
+}
+BY_COLUMN = b'{"question":\n{"0": "Q0?"}}'
 FORMS = {
+    **{form: ("a.jsonl", *case) for form, case in IN_LINES.items()},
+    **{form: ("a.parquet", *case) for form, case in IN_PARQUET.items()},
     "ndjson": ("a.ndjson", lines(ROWS), FIRST),
-    "byte-order-mark": ("a.jsonl", b"\xef\xbb\xbf" + lines(ROWS), FIRST),
-    "windows-lines": ("a.jsonl", lines(ROWS).replace(b"\n", b"\r\n"), FIRST),
     "json-array": ("a.json", json.dumps(ROWS).encode(), FIRST),
     "json-lines-called-json": ("a.json", lines(ROWS), FIRST),
-    "json-by-column": (
-        "a.json",
-        b'{"question":\n{"0": "Q0?"}}',
-        "list of objects, or an object per",
-    ),
+    "json-by-column": ("a.json", BY_COLUMN, "list of objects, or an object per"),
     "csv": ("a.csv", b"question,n\nQ0?,1\nQ1?,2\n", FIRST),
     "tsv": ("a.tsv", b"question\tn\nQ0?\t1\nQ1?\t2\n", FIRST),
     "csv-of-dialogues": ("a.csv", csv_of(DIALOGUES), FIRST),
@@ -95,100 +162,6 @@ FORMS = {
     "arrow-file": ("a.arrow", arrow(pa.Table.from_pylist(ROWS), pa.ipc.new_file), FIRST),
     "arrow-that-is-none": ("a.arrow", lines(ROWS), "cannot be read as arrow"),
     "xlsx": ("a.xlsx", b"PK", "expected a .jsonl"),
-    "key-twice": ("a.jsonl", b'{"question": "a", "question": "b"}', "'question' is given twice"),
-    "json-whole": ("a.parquet", parquet(pa.table({"question": AS_JSON})), FIRST),
-    "json-listed": ("a.parquet", parquet(pa.table({"messages": LISTED})), FIRST),
-    "json-in-a-struct": ("a.parquet", parquet(pa.table({"messages": LISTED, "x": NESTED})), FIRST),
-    "json-as-text": ("a.parquet", parquet(pa.table({"messages": AS_JSON.storage})), FIRST),
-    "json-torn": (
-        "a.parquet",
-        parquet(pa.table({"messages": pa.array(["[{", "[]"], pa.json_())})),
-        ":row 1: messages is not JSON",
-    ),
-    "large-text": (
-        "a.parquet",
-        parquet(pa.table({"question": pa.array(["Q0?", "Q1?"], pa.large_string())})),
-        FIRST,
-    ),
-    "categories": (
-        "a.parquet",
-        parquet(pa.table({"question": pa.array(["Q0?", "Q1?"]).dictionary_encode()})),
-        FIRST,
-    ),
-    "struct-messages": ("a.parquet", parquet(pa.table({"messages": DIALOGUES})), FIRST),
-    "times": ("a.parquet", with_column([datetime.datetime(2025, 1, 1)] * 4), FIRST),
-    "nanoseconds": ("a.parquet", with_column(pa.array([1, 2, 3, 5], pa.timestamp("ns"))), FIRST),
-    "dates": ("a.parquet", with_column([datetime.date(2025, 1, 1)] * 4), FIRST),
-    "spans": ("a.parquet", with_column([datetime.timedelta(1)] * 4), FIRST),
-    "decimals": ("a.parquet", with_column([decimal.Decimal("1.5")] * 4), FIRST),
-    "bytes": ("a.parquet", with_column([b"x"] * 4), FIRST),
-    "images": ("a.parquet", with_column([{"bytes": b"x", "path": "a"}] * 4), FIRST),
-    "listed-bytes": ("a.parquet", with_column([[b"x"]] * 4), FIRST),
-    "uuids": ("a.parquet", with_column(pa.array([uuid.uuid4().bytes] * 4, pa.uuid())), FIRST),
-    "maps": (
-        "a.parquet",
-        with_column(pa.array([[("a", 1)]] * 4, pa.map_(pa.string(), pa.int64()))),
-        FIRST,
-    ),
-    "nan": ("a.parquet", with_column([1.0, float("nan"), 2.0, None]), FIRST),
-    "inf-within": ("a.parquet", with_column([{"a": [float("inf")]}] * 4), FIRST),
-    "nulls": ("a.parquet", with_column(pa.nulls(4)), FIRST),
-    "nan-in-lines": ("a.jsonl", b'{"question": "Q0?", "s": NaN}\n{"question": "b"}', FIRST),
-    "large-numbers": (
-        "a.jsonl",
-        b'{"question": "Q0?", "s": 1%s}\n{"question": "b"}' % (b"0" * 60),
-        FIRST,
-    ),
-    "question-of-bytes": (
-        "a.parquet",
-        parquet(pa.table({"question": [b"a", b"b"]})),
-        "a column of binary is not read",
-    ),
-    "question-of-nan": (
-        "a.jsonl",
-        b'{"question": "a"}\n{"question": NaN}',
-        ":2: .*'question'.*needed",
-    ),
-    "gold-answer": ("a.jsonl", lines([{"messages": [USER, DONE]}] * 2), "ends with an assistant's"),
-    "gold-in-shares": ("a.jsonl", lines([{"messages": SHARED}] * 2), "ends with an assistant's"),
-    "gold-in-json": (
-        "a.jsonl",
-        lines([{"question": json.dumps([USER, DONE])}] * 2),
-        "ends with an",
-    ),
-    "no-text": ("a.jsonl", lines([{"messages": [{"role": "user", "content": None}]}]), "no text"),
-    "parts": (
-        "a.jsonl",
-        lines([{"messages": [{**USER, "content": PARTS}], "n": n} for n in (1, 2)]),
-        [("user", "Q\n?")],
-    ),
-    "image-part": (
-        "a.jsonl",
-        lines([{"messages": [{**USER, "content": [{"type": "image_url"}]}]}] * 2),
-        r"content\[0\].type is 'image_url': Only text is read",
-    ),
-    "developer": (
-        "a.jsonl",
-        lines(
-            [{"messages": [{"role": "developer", "content": "D"}, USER], "n": n} for n in (1, 2)]
-        ),
-        [("developer", "D"), ("user", "Q?")],
-    ),
-    "tool-without-name": (
-        "a.jsonl",
-        lines([{"messages": [USER, CALLS, REPLY], "n": n} for n in (1, 2)]),
-        [("user", "Q?"), ("assistant", ""), ("tool", "r")],
-    ),
-    "lost-call": (
-        "a.jsonl",
-        lines([{"messages": [USER, {**REPLY, "tool_call_id": "c9"}]}] * 2),
-        "tool_call_id must be the id of a call of an assistant before it, found 'c9'",
-    ),
-    "legacy-role": (
-        "a.jsonl",
-        lines([{"messages": [{"role": "function", "name": "f", "content": "x"}]}] * 2),
-        "'function' is not one of",
-    ),
 }
 
 
@@ -267,40 +240,38 @@ CALLED = [
 PLAIN = [("user", "Q?", ()), ("assistant", "4.", ())]
 BY_DICT = {**CALLS, "tool_calls": [{"function": {"name": "find", "arguments": {"q": 1}}}]}
 TURNS = [USER, CALLS, REPLY, DONE]
+NULLS = {**DONE, "refusal": None, "annotations": [], "tool_calls": None}
+FOUND = [
+    SHARED[0],
+    {"from": "function_call", "value": '{"name": "find", "arguments": {"q": 1}}'},
+    {"from": "observation", "value": "r"},
+    SHARED[1],
+]
+
+
+def spoken(**last):
+    """A dialogue whose last message has these fields too."""
+    return {"messages": [USER, {**DONE, **last}]}
+
+
 SUPERVISED = {
     "calls": ({"messages": TURNS}, CALLED),
     "dict-arguments": (
         {"messages": [USER, BY_DICT, {**REPLY, "tool_call_id": None}, DONE]},
         CALLED,
     ),
-    "empty-and-null-keys": (
-        {
-            "messages": [USER, {**DONE, "refusal": None, "annotations": [], "tool_calls": None}],
-            "tools": None,
-        },
-        PLAIN,
-    ),
+    "empty-and-null-keys": ({"messages": [USER, NULLS], "tools": None}, PLAIN),
     "parts": ({"messages": [{**USER, "content": PARTS[:1]}, DONE]}, [("user", "Q", ()), PLAIN[1]]),
     "shares": ({"conversations": SHARED}, PLAIN),
     "shares-with-system": (
         {"system": "S", "conversations": SHARED, "tools": '[{"name": "find", "parameters": {}}]'},
         [("system", "S", ()), *PLAIN],
     ),
-    "shares-with-calls": (
-        {
-            "conversations": [
-                SHARED[0],
-                {"from": "function_call", "value": '{"name": "find", "arguments": {"q": 1}}'},
-                {"from": "observation", "value": "r"},
-                SHARED[1],
-            ]
-        },
-        CALLED,
-    ),
+    "shares-with-calls": ({"conversations": FOUND}, CALLED),
     "as-text": ({"messages": json.dumps(TURNS)}, CALLED),
     "each-as-text": ({"messages": [json.dumps(each) for each in TURNS]}, CALLED),
     "non-ascii": (
-        {"messages": [USER, {**DONE, "tool_calls": [{"name": "f", "arguments": {"q": "é"}}]}]},
+        spoken(tool_calls=[{"name": "f", "arguments": {"q": "é"}}]),
         [PLAIN[0], ("assistant", "4.", ('{"q": "é"}',))],
     ),
     "several-turns": ({"messages": [USER, DONE, USER, DONE]}, PLAIN * 2),
@@ -308,18 +279,12 @@ SUPERVISED = {
     "prompt-and-completion": ({"prompt": "a", "completion": "b"}, "unknown keys"),
     "robot": ({"conversations": [{"from": "robot", "value": "x"}]}, "'robot' is not one of"),
     "name-of-number": ({"messages": [{**REPLY, "name": 3}, DONE]}, "name must be text, found 3"),
-    "call-of-number": (
-        {"messages": [USER, {**DONE, "tool_calls": [3]}]},
-        r"tool_calls\[0\] is malf",
-    ),
+    "call-of-number": (spoken(tool_calls=[3]), r"tool_calls\[0\] is malf"),
     "call-id-of-number": (
-        {"messages": [USER, {**DONE, "tool_calls": [{"name": "f", "id": 3}]}]},
+        spoken(tool_calls=[{"name": "f", "id": 3}]),
         r"tool_calls\[0\].id must be text, found 3",
     ),
-    "thinking-of-list": (
-        {"messages": [USER, {**DONE, "thinking": ["a"]}]},
-        "thinking must be text",
-    ),
+    "thinking-of-list": (spoken(thinking=["a"]), "thinking must be text"),
 }
 
 
