@@ -232,7 +232,5 @@ def test_datums_of_tinkers_client_are_looked_at_after_the_step(tmp_path, caplog)
     wrong = [datum(*row, mask) for row in zip(ids, np.roll(logprobs, -1, 1), strict=True)]
     assert watching.tinker(wrong, training, step=1)["doctor/shifted"] == 1.0
     [rows] = RowsDump(tmp_path / "step-000001-rank-0.parquet").chunks()
-    assert (
-        rows.token_ids[:40].tolist() in ids
-        and rows.loss_mask[:40].tolist() == [False] * 8 + [True] * 32
-    )
+    assert rows.token_ids[:40].tolist() in ids
+    assert rows.loss_mask[:40].tolist() == [False] * 8 + [True] * 32

@@ -38,25 +38,16 @@ def by_definition(logits, *, temperature, top_p, top_k):
 @pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
 @pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 5), (0.7, 0), (0.8, 6), (1.0, 1)])
 def test_the_support_is_what_the_filters_keep_and_the_log_prob_is_over_it(kind, top_p, top_k):
-    model, temperature = make_model(kind), 0.8
-    asked = request(
-        "r",
-        prompt(9),
-        seed=3,
-        max_tokens=40,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        **ASKS,
-    )
+    model, cut = make_model(kind), {"temperature": 0.8, "top_p": top_p, "top_k": top_k}
+    asked = request("r", prompt(9), seed=3, max_tokens=40, **cut, **ASKS)
     (delta,) = ask(make_engine(model), asked)
     assert len(delta.support) == 40
     logits = packed_logits(model, [*asked.prompt_ids, *delta.token_ids])[8:]
     for at, token_id in enumerate(delta.token_ids.tolist()):
-        wanted, mass = by_definition(logits[at], temperature=temperature, top_p=top_p, top_k=top_k)
+        wanted, mass = by_definition(logits[at], **cut)
         # Ids are in order; a filter decides at a sum that float32 rounds, but not on these rows.
         assert delta.support[at].tolist() == wanted and token_id in wanted
-        logp = torch.log_softmax(logits[at].double() / temperature, -1)[token_id] - np.log(mass)
+        logp = torch.log_softmax(logits[at].double() / 0.8, -1)[token_id] - np.log(mass)
         assert float(delta.logprobs[at]) == pytest.approx(float(logp), abs=2e-5)
 
 
@@ -72,10 +63,8 @@ def test_only_requests_that_ask_and_filter_have_one_in_any_company():
     }
     requests = [request(name, prompt(6), seed=1, **how) for name, how in cases.items()]
     together = dict(zip(cases, ask(engine, *requests), strict=True))
-    assert [name for name, delta in together.items() if delta.support is not None] == [
-        "asks",
-        "asks for top-p",
-    ]
+    told = [name for name, delta in together.items() if delta.support is not None]
+    assert told == ["asks", "asks for top-p"]
     for name, how in cases.items():
         (alone,) = ask(make_engine(), request(name, prompt(6), seed=1, **how))
         assert alone.token_ids.tolist() == together[name].token_ids.tolist()

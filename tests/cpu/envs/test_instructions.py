@@ -379,10 +379,8 @@ def test_too_few_turns_are_an_error_and_no_low_score():
 
 def test_the_recipe_and_its_demonstrations():
     config = find_recipe("instructions")
-    assert (
-        from_dict(type(config), to_dict(config)) == config
-        and tag(type(config.task)) == "instructions"
-    )
+    assert from_dict(type(config), to_dict(config)) == config
+    assert tag(type(config.task)) == "instructions"
     data = find_supervised_recipe("tiny-instructions").data
     assert isinstance(data, InstructionDemonstrationsConfig)
     small = InstructionDemonstrationsConfig(num_dialogues=40)

@@ -168,12 +168,8 @@ def test_an_episode_is_played_by_calls_of_one_tool(url):
     assert read == ["Level 3: guess from 1 to 9.", "higher", "lower"]
     assert reward == pytest.approx(0.8)
     assert (counters, done) == ({"tool/calls": 3}, True)
-    assert (
-        play(
-            OpenEnvConfig(url=url, reward="last", observation_field="text"), 4, guess(2), guess(5)
-        )[0]
-        == 1.0
-    )
+    config = OpenEnvConfig(url=url, reward="last", observation_field="text")
+    assert play(config, 4, guess(2), guess(5))[0] == 1.0
 
 
 def test_an_observation_is_shown_whole_as_json(url):

@@ -164,10 +164,8 @@ def test_a_template_that_is_broken_for_every_program_leaves_the_format_and_says_
 def test_without_jinja_a_line_says_that_nothing_was_compared(choose, monkeypatch):
     monkeypatch.setattr(errors, "find_spec", lambda name: None)
     found = choose(template("xml"), ChatMLConfig())
-    assert (
-        found.config == ChatMLConfig()
-        and "not compared with the model's chat template" in found.why
-    )
+    assert found.config == ChatMLConfig()
+    assert "not compared with the model's chat template" in found.why
     assert "jinja2" in found.line and "\n" not in found.line
     with pytest.raises(MissingExtraError):
         choose(template("xml"), None)

@@ -53,10 +53,8 @@ def test_every_trained_token_arrives_once_with_its_own_columns(rows, budget):
         assert (batch.positions[batch.predictors] == batch.targets % 100 - 1).all()
         assert (batch.columns["advantages"] == batch.targets).all()
         assert (batch.columns["turn"] == batch.targets // 100 * 1000 + batch.targets % 100).all()
-        assert (
-            batch.sizes.tolist()
-            == np.bincount(batch.row.numpy(), minlength=batch.num_rows).tolist()
-        )
+        counted = np.bincount(batch.row.numpy(), minlength=batch.num_rows)
+        assert batch.sizes.tolist() == counted.tolist()
         for row, places, values in batch.unpack(batch.targets):
             assert (rows[row].token_ids[places] == values).all()
             assert (np.flatnonzero(rows[row].loss_mask) == places).all()

@@ -126,11 +126,8 @@ def test_a_token_is_shared_only_where_ids_and_routes_agree(rows):
     ids = [np.array([i for i, _ in r], np.int32) for r in rows]
     routes = [np.array([[[e, e + 7]] for _, e in r], np.int16) for r in rows]
     index, distinct, positions = share_beginnings(ids, routes)
-    assert (
-        len(distinct)
-        == len(positions)
-        == len({tuple(r[: n + 1]) for r in rows for n in range(len(r))})
-    )
+    beginnings = {tuple(r[: n + 1]) for r in rows for n in range(len(r))}
+    assert len(distinct) == len(positions) == len(beginnings)
     for a, at in zip(rows, index, strict=True):
         for b, bt in zip(rows, index, strict=True):
             for n in range(min(len(a), len(b))):
