@@ -81,8 +81,7 @@ def compare(
         for what, num, length, steps in cases:
             fed = num * (1 if steps else length)
             multiplied = fed * of_layers + num * head
-            weights = (of_layers + head) * dtype.itemsize
-            bound = max(multiplied / products, weights / read)
+            bound = max(multiplied / products, (of_layers + head) * dtype.itemsize / read)
             how = f"{2e-9 * products:.0f} GFLOP/s, {1e-9 * read:.1f} GB/s, 1 thread"
             both = fed / found[what], fed / bound
             yield row(f"roofline, {name}, {what}", *both, "tokens/s", better="higher", how=how)

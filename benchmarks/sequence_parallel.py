@@ -5,9 +5,10 @@ every other layer), float32, one row of 8k tokens, `Decoder.score` forward and b
 activation checkpointing, by 1, 2 and 4 gloo processes of one thread. The peer is one process.
 
 MiB are each process' peak above its memory before (the peak is reset by /proc/self/clear_refs),
-less the gradients, which have the same size on each; the largest process counts. Weights are not
-sharded here. Bits are compared as well: the log-probs of every token over the invariant ops, by 1
-process and by each number.
+less the gradients, which have the same size on each; the largest process counts. "Held" are the
+bytes that are kept for backward, without the weights: activations, whatever the allocator does.
+Weights are not sharded here. Bits are compared as well: the log-probs of every token over the
+invariant ops, by 1 process and by each number.
 
     python benchmarks/sequence_parallel.py [--tokens T] [--sizes N ...]
 """
@@ -62,7 +63,19 @@ def work(rank: int, size: int, num_tokens: int, directory: str) -> None:
     model.zero_grad()
     if size > 1:
         dist.barrier()
-    found: dict[str, Any] = usage(lambda: score(model, num_tokens, group).sum().backward())
+    held = {weight.data_ptr(): 0 for weight in model.parameters()}
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        held.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes())
+        return x
+
+    def run() -> None:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            loss = score(model, num_tokens, group).sum()
+        loss.backward()
+
+    found: dict[str, Any] = usage(run)
+    found["held"] = sum(held.values()) / MIB
     found["mib"] -= sum(p.numel() * 4 for p in model.parameters()) / MIB  # gradients
     torch.save(found | {"logprobs": logprobs}, f"{directory}/{size}-{rank}.pt")
     if size > 1:
@@ -83,14 +96,14 @@ def compare(*, tokens: int = 8192, sizes: tuple[int, ...] = (2, 4)) -> Iterator[
         (alone,) = measure(1, tokens, directory)
         for size in sizes:
             found = measure(size, tokens, directory)
+            most = {key: max(f[key] for f in found) for key in ("mib", "seconds", "held")}
             unequal = max(int((f["logprobs"] != alone["logprobs"]).sum()) for f in found)
-            seconds = max(f["seconds"] for f in found)
-            how = (
-                f"{tokens} tokens, peak of each of {size} processes against one; {seconds:.1f} CPU "
-                f"seconds each against {alone['seconds']:.1f}, {unequal} unequal log-probs"
-            )
-            name, most = f"sequence_parallel, {size} processes", max(f["mib"] for f in found)
-            yield row(name, most, alone["mib"], "MiB", how=how)
+            held = most["held"] / alone["held"]
+            seconds = f"{most['seconds']:.1f} CPU seconds each against {alone['seconds']:.1f}"
+            how = f"{tokens} tokens, peak of each of {size} processes against one; {seconds}; "
+            how += f"held for backward {held:.3f} of one's; {unequal} unequal log-probs"
+            name, both = f"sequence_parallel, {size} processes", (most["mib"], alone["mib"])
+            yield row(name, *both, "MiB", how=how, held=held)
 
 
 if __name__ == "__main__":

@@ -86,15 +86,19 @@ def test_attentions_backward_is_a_few_launches_and_no_matrix_of_scores(case):
     assert found["attention's backward"]["largest"] <= 2
 
 
-SPILLS = {("_gemm_kernel", 120): 8, ("_product_kernel", 90): 16, ("_product_kernel", 100): 16}
-SPILLS |= {("_product_kernel", 120): 8}
-"""Bytes that are spilled in bfloat16, of mixtures and hybrids; no others are."""
+SPILLS = {
+    "_attention_kernel": {100: 112, 120: 56},  # the hybrid's heads of 256
+    "_gemm_kernel": {80: 8, 120: 8},
+    "_product_kernel": {90: 16, 100: 16, 120: 8},
+    "_rms_norm_kernel": {100: 8, 120: 8},
+}
+"""Bytes that kernels in bfloat16 spill, by chip; no others do."""
 
 
 def test_kernels_keep_to_registers_and_to_the_chips_shared_memory(case):
     _, chip, dtype, found = case
     for name, used in found["kernels"].items():
-        most = SPILLS.get((name, chip), 0) if dtype == "bfloat16" else 64
+        most = SPILLS.get(name, {}).get(chip, 0) if dtype == "bfloat16" else 64
         assert used["spilled"] <= most, name
         assert used["shared"] <= of_chip(SHARED_BYTES, chip // 10), name
 
