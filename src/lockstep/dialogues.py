@@ -136,7 +136,7 @@ def read_prompt(source: object, *, where: str = "messages") -> list[Message]:
 
 def read_tools(source: object, *, where: str = "tools") -> tuple[ToolSchema, ...]:
     """The tools that a dialogue may call: a list, or one. Raises DataError."""
-    found = _parsed(source, where)
+    found = parsed_json(source, where)
     found = [found] if isinstance(found, Mapping) else found
     listed = entries_of(found, where=where, of="tools")
     at = where.removesuffix("tools")
@@ -147,24 +147,25 @@ def read_tools(source: object, *, where: str = "tools") -> tuple[ToolSchema, ...
 
 def entries_of(source: object, *, where: str, of: str) -> list[Any]:
     """The entries of a list. The list or an entry may be JSON text."""
-    found = _parsed(source, where)
+    found = parsed_json(source, where)
     if not isinstance(found, Sequence) or isinstance(found, str | bytes):
         raise DataError(f"{where} must be a list of {of}, found {type(found).__name__}.")
     is_text = [isinstance(each, str) and each.lstrip().startswith("{") for each in found]
     return [
-        _parsed(each, f"{where}: entry {number}") if is_text[number] else each
+        parsed_json(each, f"{where}: entry {number}") if is_text[number] else each
         for number, each in enumerate(found)
     ]
 
 
-def _parsed(source: object, where: str) -> Any:
+def parsed_json(source: object, where: str) -> Any:
+    """A value of which files keep the JSON text, in lists and objects again. Raises DataError."""
     if not isinstance(source, str):
         return source
     try:
         return json.loads(source)
     except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise DataError(f"{where} is text that is not JSON: {reason}.") from None
+        why = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise DataError(f"{where} is text that is not JSON: {why}, found {source!r:.60}.") from None
 
 
 def _openai_form(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,5 +174,5 @@ def _openai_form(fields: Mapping[str, Any]) -> dict[str, Any]:
     rest["role"] = SHAREGPT.get(role, role) if isinstance(role, str) else role
     if role != "function_call":
         return rest | {"content": text}
-    calls = _parsed(text, "the value of function_call")
+    calls = parsed_json(text, "the value of function_call")
     return rest | {"tool_calls": calls if isinstance(calls, list) else [calls]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import itertools
 import json
@@ -26,10 +27,11 @@ from lockstep.agent.tools import (
     ToolFailure,
     ToolLimits,
     ToolOutput,
+    as_output,
     in_daemon_thread,
     tool,
 )
-from lockstep.children import Child
+from lockstep.children import Child, serve
 from lockstep.config import at_least
 from lockstep.dialogues import read_prompt
 from lockstep.envs.data_files import FileTasks, split_tasks
@@ -50,6 +52,8 @@ MAX_TASKS = 1_000_000
 """More would be an iterable without an end."""
 _IS_DIALOGUE = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
 """Text of a list of messages: CSV has them so."""
+MAX_CHARS = 1_000_000
+"""Characters of a tool's output that a worker sends; the model reads far fewer."""
 TRIAL_SECONDS = 120.0
 """Seconds that the reward may take when it is tried."""
 
@@ -186,10 +190,7 @@ class CustomConfig(FileTasks):
     @cached_property
     def functions(self) -> tuple[Tool, ...]:
         """The tools."""
-        found = [find(each, setting="task.tools") for each in self.tools]
-        for each, name in zip(found, self.tools, strict=True):
-            if not isinstance(each, Tool) and not callable(each):
-                raise ConfigError(f"task.tools={name}: expected a function, found {each!r:.60}.")
+        found = [_function_at(each, setting="task.tools") for each in self.tools]
         return tuple(each if isinstance(each, Tool) else tool(each) for each in found)
 
     @cached_property
@@ -203,12 +204,7 @@ class CustomConfig(FileTasks):
                 "task.reward is empty. Give a function of the finished episode: "
                 "task.reward=mytools.py:reward."
             )
-        found = find(self.reward, setting="task.reward")
-        if not callable(found):
-            raise ConfigError(
-                f"task.reward={self.reward}: expected a function, found {found!r:.60}."
-            )
-        return found
+        return _function_at(self.reward, setting="task.reward")
 
     @cached_property
     def splits(self) -> dict[str, list[Task]]:
@@ -220,15 +216,8 @@ class CustomConfig(FileTasks):
             raise DataError(f"{self.left_out[needed[0]]} The column {needed[0]!r} is needed.")
         if not rows:
             raise DataError(f"task.path={self.path}: there is no task.")
-        evaluated = self._tasks(held_out) or None
-        return split_tasks(
-            self._tasks(rows),
-            evaluated,
-            self.eval_share,
-            name=self.path,
-            key=lambda task: task.id,
-            holds_out_one=True,
-        )
+        tasks, evaluated = self._tasks(rows), self._tasks(held_out) or None
+        return split_tasks(tasks, evaluated, self.eval_share, name=self.path, holds_out_one=True)
 
     @cached_property
     def left_out(self) -> dict[str, str]:
@@ -280,12 +269,12 @@ class CustomConfig(FileTasks):
 
 
 class FunctionWorkers:
-    """Processes that run functions of the user, each one call at a time."""
+    """Processes that run functions of the user, each one call at a time. A call that holds Python's
+    lock stops its process alone, which is killed at the limit of the call."""
 
     def __init__(self, num_workers: int) -> None:
         self._children = [
-            Child.of_module("lockstep.envs.custom_child", name="a worker of task.workers")
-            for _ in range(num_workers)
+            Child.of_module(__name__, name="a worker of task.workers") for _ in range(num_workers)
         ]
         self._free = SimpleQueue[Child]()
         for child in self._children:
@@ -322,6 +311,46 @@ class FunctionWorkers:
     def close(self) -> None:
         for child in self._children:
             child.close()
+
+
+def main() -> None:
+    """Runs in a worker."""
+    serve(_answer)
+
+
+def _answer(
+    reference: str, arguments: Mapping[str, Any], episode: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The result of a tool, or the score of a reward if there is an episode."""
+    try:
+        found = find(reference, setting="task.tools or task.reward")
+        function = getattr(found, "function", found)
+        if episode is None:
+            output = as_output(_result(function(**arguments)))
+            return {"text": output.text[:MAX_CHARS], "metrics": output.metrics}
+        return asdict(score_of(_result(function(_episode(**episode))), reference))
+    except Exception:
+        raise
+    except BaseException as error:  # it ends the call, and not the process
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def _result(found: Any) -> Any:
+    async def awaited() -> Any:
+        return await found
+
+    return asyncio.run(awaited()) if inspect.isawaitable(found) else found
+
+
+def _episode(
+    task: Mapping[str, Any],
+    messages: Sequence[Any],
+    calls: Sequence[Any],
+    left_out: Mapping[str, str],
+    **fields: Any,
+) -> Episode:
+    said, uses = tuple(map(Message.from_dict, messages)), tuple(ToolUse(**each) for each in calls)
+    return Episode(task=Columns(task, left_out), messages=said, calls=uses, **fields)
 
 
 class CustomEnvironment(ToolEnvironment):
@@ -397,6 +426,14 @@ class Columns(dict[str, Any]):
 
     def get(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self or key in self._left_out else default
+
+
+def _function_at(reference: str, *, setting: str) -> Any:
+    """The function that a setting names; for a tool also a `Tool`."""
+    found = find(reference, setting=setting)
+    if not callable(found) and (setting == "task.reward" or not isinstance(found, Tool)):
+        raise ConfigError(f"{setting}={reference}: expected a function, found {found!r:.60}.")
+    return found
 
 
 def _as_json(value: Any) -> Any:

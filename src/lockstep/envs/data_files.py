@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from typing import ClassVar, TypeVar
 
 from lockstep.agent.task_config import Split, TaskConfig
@@ -87,7 +88,7 @@ class FileTasks(HeldOutTasks):
         if self.eval_share == 1 and not self.eval_path:
             return {"train": [], "eval": tasks}
         held_out = self._read(self.eval_path) if self.eval_path else None
-        return split_tasks(tasks, held_out, self.eval_share, name=self.path, key=lambda t: t.id)
+        return split_tasks(tasks, held_out, self.eval_share, name=self.path)
 
 
 def split_tasks(
@@ -96,7 +97,7 @@ def split_tasks(
     eval_share: float,
     *,
     name: str,
-    key: Callable[[T], str],
+    key: Callable[[T], str] = attrgetter("id"),
     holds_out_one: bool = False,
 ) -> dict[str, list[T]]:
     """Tasks by split, "train" and "eval".

@@ -90,8 +90,7 @@ class OpenEnvConfig(TaskConfig):
         return GeneratedSource(make, seed=seed, split=split)
 
     def environment(self, task: Task, agent: AgentConfig) -> Environment:
-        limits = ToolLimits.of(agent)
-        return OpenEnvEnvironment(self, task, limits)
+        return OpenEnvEnvironment(self, task, ToolLimits.of(agent))
 
     @cached_property
     def _schema(self) -> dict[str, Any]:

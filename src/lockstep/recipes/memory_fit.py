@@ -7,7 +7,8 @@ the trained model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from bisect import bisect
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,7 +81,9 @@ def ways_to_fit(
     known = flatten(to_dict(config))
     for path, value in alone.items():
         if isinstance(value, int) and not isinstance(value, bool) and known.get(path):
-            alone[path] = _largest(lambda n, p=path: peak({p: n}) <= num_bytes, value, known[path])
+            # `value` fits: the largest is as many above it as fit too.
+            above = range(value + 1, known[path] + 1)
+            alone[path] += bisect(above, False, key=lambda n, p=path: peak({p: n}) > num_bytes)
     if alone:
         return f"It fits with {' or with '.join(f'{p}={_text(v)}' for p, v in alone.items())}."
     together = " ".join(f"{path}={_text(value)}" for path, value in smallest.items())
@@ -133,11 +136,3 @@ def _halved(path: str, value: int, least: int) -> Iterator[dict[str, int]]:
     while value > least:
         value = max(value // 2, least)
         yield {path: value}
-
-
-def _largest(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """The largest number from low, which fits, to high."""
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low

@@ -127,13 +127,8 @@ class DocSearchConfig(HeldOutTasks):
     def _questions(self) -> dict[str, list[Question]]:
         read = self._library.read_questions
         held_out = read(self.eval_questions) if self.eval_questions else None
-        return split_tasks(
-            read(self.questions),
-            held_out,
-            self.eval_share,
-            name=self.questions,
-            key=lambda question: question.id,
-        )
+        questions = read(self.questions)
+        return split_tasks(questions, held_out, self.eval_share, name=self.questions)
 
     @cached_property
     def _by_id(self) -> dict[str, Question]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from itertools import takewhile
 from typing import Any, Literal
 
+from lockstep.dialogues import parsed_json
 from lockstep.envs.instructions.checkers import Detector, instruction
 from lockstep.errors import DataError
 from lockstep.store.tables import data_files, read_rows
@@ -79,12 +79,12 @@ def _turn(record: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     fields = {name: record.get(prefix + name) for name in names}
     prompt = fields["prompt"]
     if prefix:  # Multi-IF has it as a message
-        message = _json(prompt, f"{prefix}prompt")
+        message = parsed_json(prompt, f"{prefix}prompt")
         prompt = message.get("content") if isinstance(message, dict) else message
     if not isinstance(prompt, str) or not prompt.strip():
         raise DataError(f"{prefix}prompt must be text that is not empty, found {prompt!r}.")
-    ids = _json(fields["instruction_id_list"], f"{prefix}instruction_id_list")
-    arguments = _json(fields["kwargs"], f"{prefix}kwargs")
+    ids = parsed_json(fields["instruction_id_list"], f"{prefix}instruction_id_list")
+    arguments = parsed_json(fields["kwargs"], f"{prefix}kwargs")
     if not isinstance(ids, list) or not isinstance(arguments, list) or len(ids) != len(arguments):
         raise DataError(
             f"{prefix}instruction_id_list and {prefix}kwargs must be lists of the same length, "
@@ -92,19 +92,9 @@ def _turn(record: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         )
     instructions = []
     for instruction_id, given in zip(ids, arguments, strict=True):
-        found = _json(given, f"{prefix}kwargs") if given else {}
+        found = parsed_json(given, f"{prefix}kwargs") if given else {}
         if not isinstance(found, dict) or not isinstance(instruction_id, str):
             raise DataError(f"{instruction_id!r} with {prefix}kwargs {found!r:.80}.")
         filled = {name: value for name, value in found.items() if value is not None}
         instructions.append({"id": instruction_id, "arguments": filled})
     return {"prompt": prompt, "instructions": instructions}
-
-
-def _json(value: Any, name: str) -> Any:
-    """Parses text as JSON: CSV files have lists and objects as text, and objects in lists again."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{name} is not JSON: {value!r:.80}.") from error
