@@ -99,7 +99,7 @@ class Done:
     """Outcome of a request that was executed."""
 
     payload: bytes | dict[str, Any]
-    """A message as it is sent, or the object of a JSON answer."""
+    """A message as it is sent, or the object of a JSON answer, whose `type` is the request's."""
     records: tuple[Record, ...] = ()
     """Written together with the result."""
     keeps_body: bool = False
@@ -174,8 +174,9 @@ class Futures:
                         self._journal.put(record)
                     if outcome.write is not None:
                         outcome.write()
-                    payload = outcome.payload
-                    result = payload if isinstance(payload, bytes) else as_json(payload)
+                    result = outcome.payload
+                    if not isinstance(result, bytes):
+                        result = as_json({"type": request.kind, **result})
                     self._journal.finish(request, result, keeps_body=outcome.keeps_body)
                 case Refusal():
                     category = "user" if outcome.status < 500 else "server"

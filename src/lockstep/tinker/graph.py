@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.node import map_aggregate
 
+from lockstep.agent.json_schema import mismatch
 from lockstep.objectives.losses import TokenBatch
 from lockstep.tables import tables_beside
 from lockstep.tinker.losses import Sums, wrong_input
@@ -46,9 +47,9 @@ MAX_INTEGER = 1 << 62
 
 # -- what a graph may call -------------------------------------------------------------------------
 
-_NAMES: Mapping[str, Sequence[str]] = {
-    table: names.split() for table, names in tables_beside(__file__).items()
-}
+_TABLES = tables_beside(__file__)
+_SCHEMA: Mapping[str, Any] = _TABLES.pop("upload")
+_NAMES: Mapping[str, Sequence[str]] = {table: names.split() for table, names in _TABLES.items()}
 
 
 def _named(prefix: str, owner: Any, *tables: str) -> dict[str, Function]:
@@ -135,16 +136,13 @@ class GraphLoss:
         """inputs, graph: as `create_custom_loss` has them. Raises TinkerError naming the node that
         is not allowed."""
         self.name = name
+        if problem := mismatch({"inputs": inputs, "graph": graph}, _SCHEMA, "upload"):
+            raise self._error(f"{problem.removeprefix('upload.')}.")
         self.ranks = self._read_inputs(inputs)
         """Input -> dimensions that each datum's value has; `logprobs` comes first."""
-        if not isinstance(graph, Mapping) or graph.get("format") != 1:
-            raise self._error("its graph has another format than 1, which this server reads.")
-        nodes = graph.get("nodes")
-        if not isinstance(nodes, list) or not 0 < len(nodes) <= MAX_NODES:
-            raise self._error(f"its graph must be a list of 1 to {MAX_NODES} nodes.")
         self._num_values = 0
         self._nodes: list[_Node] = []
-        self._read_nodes(nodes)
+        self._read_nodes(graph["nodes"])
 
     def check(self, index: int, datum: Datum) -> None:
         """Raises TinkerError unless the datum has each input with its declared rank. The log-probs
@@ -221,20 +219,13 @@ class GraphLoss:
     # -- reading ----------------------------------------------------------------------------------
 
     def _read_inputs(self, inputs: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-        ranks: dict[str, int] = {}
-        for entry in inputs:
-            name, rank = entry.get("name"), entry.get("rank")
-            is_name = isinstance(name, str) and _INPUT_NAME.fullmatch(name)
-            if not is_name or name in ranks or type(rank) is not int or rank not in (0, 1, 2):
-                raise self._error(
-                    f"input {len(ranks)} is {dict(entry)!r}; expected another name in lowercase, "
-                    "and the rank 0, 1 or 2."
-                )
-            ranks[str(name)] = rank
-        if not 0 < len(ranks) <= MAX_INPUTS or next(iter(ranks)) != LOGPROBS or not ranks[LOGPROBS]:
+        ranks = {entry["name"]: entry["rank"] for entry in inputs}
+        are_names = len(ranks) == len(inputs) and all(map(_INPUT_NAME.fullmatch, ranks))
+        is_few = 0 < len(ranks) <= MAX_INPUTS
+        if not (are_names and is_few and next(iter(ranks)) == LOGPROBS and ranks[LOGPROBS]):
             raise self._error(
-                f"its inputs are {list(ranks)}; expected 1 to {MAX_INPUTS}, first logprobs, with "
-                "the rank 1 or 2."
+                f"its inputs are {[*inputs]}; expected 1 to {MAX_INPUTS} with different names in "
+                "lowercase, first logprobs, with the rank 1 or 2."
             )
         return ranks
 
@@ -244,19 +235,17 @@ class GraphLoss:
         self._output: dict[str, str] = {}
         """Metric -> its node; the loss is named ""."""
         known: set[str] = set()
-        for number, node in enumerate(nodes):
-            match node:
-                case {"op": str(op), "name": str(name), "target": str(target)}:
-                    where = f"node {name}"
-                case _:
-                    raise self._error(f"node {number} lacks one of name, op, target.")
+        if not 0 < len(nodes) <= MAX_NODES:
+            raise self._error(f"its graph has {len(nodes)} nodes; expected 1 to {MAX_NODES}.")
+        for node in nodes:
+            op, name, target = node["op"], node["name"], node["target"]
+            where = f"node {name}"
             if name in known or self._output:
                 raise self._error(f"{where} has the name of another, or follows the output.")
-            args, kwargs = node.get("args", []), node.get("kwargs", {})
-            if not isinstance(args, list) or not isinstance(kwargs, Mapping):
-                raise self._error(f"{where}: args must be a list and kwargs an object.")
-            args = [self._read(arg, where, known) for arg in args]
-            kwargs = {str(key): self._read(arg, where, known) for key, arg in kwargs.items()}
+            args = [self._read(arg, where, known) for arg in node.get("args", [])]
+            kwargs = {
+                key: self._read(arg, where, known) for key, arg in node.get("kwargs", {}).items()
+            }
             if op == "placeholder":
                 self._placeholders[name] = target
             elif op == "output":

@@ -189,16 +189,14 @@ class TinkerRun:
             self._journal.forget_bodies(record.id, self.next_seq_id)
         self._store.remove(self._states())
         if self._unload is not None:
-            payload = {"model_id": record.id, "type": "unload_model"}
-            await self._settle(self._unload, Done(payload=payload))
+            await self._settle(self._unload, Done(payload={"model_id": record.id}))
 
     # -- requests ---------------------------------------------------------------------------------
 
     async def _do_create_model(self, request: Accepted) -> Done:
         await self._backend.create_model(self.record.id, self.spec)
         self.record.is_made = True
-        payload = {"model_id": self.record.id, "type": "create_model"}
-        return Done(payload=payload, records=(self.record,))
+        return Done(payload={"model_id": self.record.id}, records=(self.record,))
 
     async def _do_load_weights(self, request: Accepted) -> Done:
         """Makes the checkpoint the model's state, so that a restart needs it no more."""
@@ -211,8 +209,7 @@ class TinkerRun:
         await self._backend.load(record.id, state, with_optimizer=body["optimizer"])
         record.is_made, record.has_optimizer = True, body["optimizer"]
         record.state_seq_id, record.num_updates = request.seq_id, checkpoint.num_updates
-        payload = {"path": body["path"], "model_id": record.id, "type": "load_weights"}
-        return Done(payload=payload, records=(record,))
+        return Done(payload={"path": body["path"], "model_id": record.id}, records=(record,))
 
     async def _do_forward_backward(self, request: Accepted) -> Done:
         asked: ForwardBackward = self._read(request)
@@ -235,8 +232,8 @@ class TinkerRun:
             if self._work_seconds >= self._config.state_seconds:
                 await self._save_state(request.seq_id)
 
-        payload = {"type": "optim_step", "metrics": metrics}
-        return Done(payload=payload, records=(self.record,), keeps_body=True, then=record_and_save)
+        payload, then = {"metrics": metrics}, record_and_save
+        return Done(payload=payload, records=(self.record,), keeps_body=True, then=then)
 
     async def _do_save_weights(self, request: Accepted) -> Done:
         body = self._read(request)
@@ -268,7 +265,7 @@ class TinkerRun:
         for each in followers:
             each.directory, each.version = sampler.directory, sampler.version
         self._samplers.add(sampler)
-        payload = {"type": "save_weights_for_sampler", "sampling_session_id": sampler.id}
+        payload = {"sampling_session_id": sampler.id}
         reload = partial(self._samplers.reload, followers, replaced)
         return Done(payload=payload, records=tuple(followers), then=reload)
 
@@ -289,7 +286,7 @@ class TinkerRun:
             metadata=wire.metadata_of(Value(body)["user_metadata"]),
         )
         self._store.add(checkpoint)
-        return Done(payload={"type": request.kind, "path": path}, records=(checkpoint,))
+        return Done(payload={"path": path}, records=(checkpoint,))
 
     async def _write(self, place: Path, *, with_optimizer: bool) -> None:
         async def write(directory: Path) -> None:
@@ -592,8 +589,7 @@ class Models:
         loss = UploadedLoss(id=f"{target}:{number}", session=session.id, body=body.object())
 
         def finish(request: Accepted) -> None:
-            payload = {"loss_id": loss.id, "type": "create_custom_loss"}
-            self._futures.write(request, Done(payload=payload, records=(loss,)))
+            self._futures.write(request, Done(payload={"loss_id": loss.id}, records=(loss,)))
             self._losses[loss.id] = loss
 
         with self._journal.transaction():

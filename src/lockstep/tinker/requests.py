@@ -73,8 +73,8 @@ class ModelSpec:
 class Span:
     """Tokens of a datum that come from a sampled sequence, by the client's word."""
 
-    kind: Literal["prompt", "sampled"]
-    """Part of the sequence that they come from."""
+    kind: str
+    """Part of the sequence that they come from: prompt or sampled."""
     sequence_id: str
     offset: int
     """First token, counted within that part."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from lockstep.agent.gateway.reading import Value
 from lockstep.agent.tasks import derive_seed
+from lockstep.launch.background import Background
 from lockstep.tinker import wire
 from lockstep.tinker.futures import Done
 from lockstep.tinker.journal import Accepted, Sampler, digest_of
@@ -27,7 +28,8 @@ class Samplers:
         self._sessions, self._futures = resources.sessions, resources.futures
         self.known = resources.journal.all(Sampler)
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """Id of each request in progress -> its task, named by the sampler."""
+        """Id of each request in progress, which begins with the sampler's -> its task."""
+        self._background = Background()
         self._open: dict[str, None] = {}
         """Samplers in memory, the one unused for longest first."""
         self._users: Counter[str] = Counter()
@@ -112,8 +114,7 @@ class Samplers:
 
     def start(self, request: Accepted) -> None:
         """Executes a request that the journal has."""
-        task = asyncio.get_running_loop().create_task(self._answer(request), name=request.target)
-        self._tasks[request.id] = task
+        task = self._tasks[request.id] = self._background.start(self._answer(request))
         task.add_done_callback(lambda _: self._tasks.pop(request.id, None))
 
     async def _answer(self, request: Accepted) -> None:
@@ -224,8 +225,8 @@ class Samplers:
         """Cancels the requests of a session, and forgets its samplers."""
         ended = [each for each in self.known.values() if each.session == session_id]
         names = {sampler.id for sampler in ended}
-        for request_id, task in list(self._tasks.items()):
-            if task.get_name() in names:
+        for request_id in list(self._tasks):
+            if request_id.rpartition("/")[0] in names:
                 await self._cancel(request_id, f"its session is over: {reason}.")
         await self._forget(ended)
 
@@ -245,7 +246,4 @@ class Samplers:
 
     async def stop(self) -> None:
         """Stops all requests; the journal keeps them."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._background.cancel()

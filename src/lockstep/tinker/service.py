@@ -30,9 +30,6 @@ SWEEP_SECONDS = 5.0
 """Seconds between two searches for silent sessions."""
 EXPIRE_SECONDS = 60.0
 """Seconds between two deletions of old results, samplers and checkpoints."""
-MAX_CONCURRENT_SAMPLES = 512
-"""Requests that a sampling client has open at a time. Each holds a connection of the client and of
-the server, and systems commonly allow a process 1024 files."""
 
 
 class TinkerService(Resources):
@@ -147,18 +144,6 @@ class TinkerService(Resources):
             "sampler_ids": [each.id for each in samplers if each.session == session_id],
             "user_metadata": session.metadata or None,
             "display_name": session.display_name,
-        }
-
-    # -- about the server -------------------------------------------------------------------------
-
-    def client_config(self, body: Value) -> dict[str, Any]:
-        """Flags for clients."""
-        return {
-            "custom_loss_server_side": True,
-            "sample_max_concurrent_requests": MAX_CONCURRENT_SAMPLES,
-            # Old clients write JSON otherwise; later ones know neither.
-            "proto_write_fwdbwd": True,
-            "fwd_via_fwdbwd": True,
         }
 
     def counts(self) -> dict[str, int]:

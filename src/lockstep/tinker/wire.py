@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -364,11 +364,9 @@ def _spans(spans: Iterable[Any], num: int, where: str) -> tuple[Span, ...]:
                 f"{where}[{at}] has sequence_id={part.sequence_id[:80]!r} offset={part.offset} "
                 f"length={part.length}; expected an id, an offset from 0 and a length from 0."
             )
-        if not part.length:  # a reply of one token has none among the inputs
-            continue
-        source: Literal["prompt", "sampled"] = "prompt" if kind == "prompt_tokens" else "sampled"
-        name, offset, length = part.sequence_id, part.offset, part.length
-        found.append(Span(kind=source, sequence_id=name, offset=offset, length=length))
+        if part.length:  # a reply of one token has none among the inputs
+            place = {"sequence_id": part.sequence_id, "offset": part.offset, "length": part.length}
+            found.append(Span(kind=kind.removesuffix("_tokens"), **place))
     total = sum(span.length for span in found)
     if found and total != num:
         raise invalid(f"{where} have {total} tokens together, and the model_input {num}.")

@@ -15,7 +15,7 @@ import torch
 from tinker import types
 from tinker.types import PromptProvenanceSpan, SampledProvenanceSpan
 
-from lockstep.tinker.service import TinkerService
+from lockstep.tinker.server import ROUTES
 
 
 def ints(*ids):
@@ -59,7 +59,7 @@ def test_a_program_trains_saves_samples_and_resumes(served, client_of):
 
 
 def test_chunks_that_come_as_2_3_1_are_executed_in_order(serve, client_of, monkeypatch):
-    monkeypatch.setattr(TinkerService, "client_config", lambda self, body: SMALL)
+    monkeypatch.setitem(ROUTES["served"], "POST client/config", SMALL)
     served = serve()
     train = client_of(served).create_lora_training_client("org/tiny", rank=8).result()
     data = [datum(first=first) for first in (11, 12, 13, 14)]
@@ -152,7 +152,7 @@ def test_a_custom_loss_with_an_operation_that_is_not_allowed_raises(served, clie
 
 def test_a_custom_loss_of_several_chunks_keeps_the_order(serve, client_of, monkeypatch):
     """Its 2n requests come before the update that was asked for meanwhile."""
-    monkeypatch.setattr(TinkerService, "client_config", lambda self, body: SMALL)
+    monkeypatch.setitem(ROUTES["served"], "POST client/config", SMALL)
     served = serve()
     train = client_of(served).create_lora_training_client("org/tiny", rank=8).result()
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from test_recovery import Killed
 
-from lockstep.tinker.service import TinkerService
+from lockstep.tinker.server import ROUTES
 
 PYTHONS = list(filter(None, os.environ.get("LOCKSTEP_TINKER", "").split(os.pathsep)))
 PROGRAM = Path(__file__).with_name("client_program.py")
@@ -59,8 +59,8 @@ def test_a_program_of_an_older_client_runs(served, python, scenario):
 @with_each_client
 @pytest.mark.parametrize("flags", [{}, {"proto_compress_fwdbwd": True}])
 def test_chunks_are_executed_in_order(serve, python, flags, monkeypatch):
-    own = TinkerService.client_config
-    monkeypatch.setattr(TinkerService, "client_config", lambda self, body: own(self, body) | flags)
+    own = ROUTES["served"]["POST client/config"]
+    monkeypatch.setitem(ROUTES["served"], "POST client/config", own | flags)
     served = serve()
     run(python, served.url, "chunks_come_in_any_order")
     done = [each for each in served.backend.executed if each[0] != "create"]
