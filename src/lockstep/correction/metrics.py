@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import AlignmentError
-from lockstep.observe.parts import PARTS
+from lockstep.observe.metrics import PARTS
 from lockstep.ops.transfer import to_device
 from lockstep.types import MAX_LOGPROB
 

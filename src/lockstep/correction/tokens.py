@@ -25,7 +25,7 @@ from lockstep.correction import kl
 from lockstep.correction.arrays import Values
 from lockstep.correction.layout import Layout
 from lockstep.correction.metrics import CELLS, NUM_CELLS
-from lockstep.observe.parts import PARTS, Partition
+from lockstep.observe.metrics import PARTS, Partition
 from lockstep.ops.transfer import to_device
 from lockstep.types import FORCED_LOGPROB
 

@@ -24,7 +24,7 @@ from lockstep.doctor.terminal import LABEL_WIDTH, as_html, proof_table, show_lin
 from lockstep.errors import printable
 from lockstep.observe.alarms import CRITICAL_LIMIT, mismatch
 from lockstep.observe.live import format_seconds
-from lockstep.observe.parts import PARTS
+from lockstep.observe.metrics import PARTS
 from lockstep.store.files import encode_number
 
 Outcome = Literal["consistent", "differs", "not_judged"]

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.doctor.rows import Float64Array, Rows, given
-from lockstep.observe.parts import PARTS
+from lockstep.observe.metrics import PARTS
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import FORCED_LOGPROB, Int64Array
 

@@ -1,4 +1,5 @@
-"""The lines that a person reads while a run trains: one per step, and warnings."""
+"""What a person sees while a run trains: a line for each step, and warnings. In a notebook, a chart
+and a table too."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from html import escape
 from typing import Any, Literal
 
+from lockstep.display import block, chart_of, table
 from lockstep.observe.alarms import Alarm, Architecture, Level, mismatch_alarm
 from lockstep.observe.metrics import held_out_label, is_step_row
-from lockstep.observe.notebook import NotebookPanel, find_cell
 
 _STATUS_SECONDS = 0.2
 """Shortest time between two status lines: drawing must cost nothing beside a step."""
@@ -44,16 +46,9 @@ class View:
     step   0/100  reward 0.25  2.0 s  left 3:18
     """
 
-    def __init__(
-        self,
-        write: Callable[[str], object] | None,
-        *,
-        has_status: bool = False,
-        panel: NotebookPanel | None = None,
-    ) -> None:
-        """write: gets each line; None shows nothing. has_status: show phases on stderr. panel: in a
-        notebook, gets what the lines are made of."""
-        self._write, self._has_status, self._panel = write, has_status, panel
+    def __init__(self, write: Callable[[str], object] | None, *, has_status: bool = False) -> None:
+        """write: gets each line; None shows nothing. has_status: show phases on stderr."""
+        self._write, self._has_status = write, has_status
         self._header = RunHeader(num_steps=0)
         self._level: Level = "unmeasured"
         self._unhealthy: set[str] = set()
@@ -63,25 +58,18 @@ class View:
     def start(self, header: RunHeader) -> None:
         """Shows the header's lines. Called before the first step."""
         self._header = header
-        if self._panel is not None:
-            self._panel.start(header.lines, header.num_steps)
         for line in header.lines:
             self._say(line)
 
     def phase(self, name: str, num_done: int = 0, num_total: int = 0) -> None:
         """The step is at "sampling" (episodes), "training", ..."""
-        count = f" {num_done}/{num_total}" if num_total else ""
-        if self._panel is not None:
-            self._panel.phase(f"{name}{count}")
         if self._has_status and time.monotonic() >= self._next_status:
             self._next_status = time.monotonic() + _STATUS_SECONDS
-            self._show_status(f"> {name}{count}")
+            self._show_status(f"> {_phase_text(name, num_done, num_total)}")
 
     def step(self, row: Mapping[str, Any], alarms: Sequence[Alarm] = ()) -> None:
         """Shows a metrics row as it is logged: of a step, or of an evaluation between two. alarms:
         of `Health`; each is said in full when it begins, and in short at every step."""
-        if self._panel is not None:
-            self._panel.row(row)
         evaluation = evaluation_text(row)
         if not is_step_row(row):
             when = "at the start" if row["step"] < 0 else f"step {row['step']}"
@@ -130,10 +118,8 @@ class View:
         self._say(f"{level}: {text}" if level in ("warning", "critical") else text)
 
     def close(self) -> None:
-        """Removes the status line; in a notebook, makes the last drawing."""
+        """Removes the status line."""
         self._clear_status()
-        if self._panel is not None:
-            self._panel.close()
 
     def _clear_status(self) -> None:
         if self._has_status:
@@ -157,6 +143,118 @@ class View:
             self._write = None
 
 
+def _phase_text(name: str, num_done: int, num_total: int) -> str:
+    return f"{name} {num_done}/{num_total}" if num_total else name
+
+
+# -- in a notebook ---------------------------------------------------------------------------------
+
+DRAW_SECONDS = 0.3
+"""Shortest time between two drawings: a page with many open outputs stays quick."""
+NUM_ROWS = 5
+"""Steps in the table."""
+NUM_LINES = 12
+"""Last lines of the plain form, for a frontend without HTML."""
+_COLUMNS = {
+    "step": "step",
+    "reward/mean": "reward",
+    "train/loss": "loss",
+    "mismatch/k3": "kl (k3)",
+    "tokens/sampled": "tokens",
+    "time/step_seconds": "seconds",
+    "health/alarms": "alarms",
+}
+
+Show = Callable[[dict[str, str]], object]
+"""Draws the bundle {mime type: text} in place of the one before."""
+
+
+class NotebookView(View):
+    """One run in the output of a cell, drawn anew at each step. It is plain HTML: it stays in the
+    file, and needs no widgets."""
+
+    def __init__(self, show: Show, *, name: str = "") -> None:
+        """name: of a run among several."""
+        super().__init__(self._add_line)
+        self._show, self._name = show, name
+        self._notes: list[str] = []
+        self._lines: list[str] = []
+        self._rows: list[Mapping[str, Any]] = []
+        self._is_started, self._phase, self._next = False, "", 0.0
+
+    def start(self, header: RunHeader) -> None:
+        super().start(header)
+        self._is_started = True
+        self._draw()
+
+    def phase(self, name: str, num_done: int = 0, num_total: int = 0) -> None:
+        self._phase = _phase_text(name, num_done, num_total)
+        self._draw_if_due()
+
+    def step(self, row: Mapping[str, Any], alarms: Sequence[Alarm] = ()) -> None:
+        self._rows.append(row)
+        super().step(row, alarms)
+        self._draw_if_due()
+
+    def close(self) -> None:
+        """The last drawing, which stays."""
+        self._phase = ""
+        self._draw()
+
+    def _add_line(self, text: str) -> None:
+        """A line as a terminal shows it. A line that repeats no row stays visible."""
+        self._lines.append(text)
+        if text not in self._header.lines and not text.startswith(("step ", "eval ")):
+            self._notes.append(text)
+            self._draw()
+
+    def _draw_if_due(self) -> None:
+        if time.monotonic() >= self._next:
+            self._draw()
+
+    def _draw(self) -> None:
+        self._show({"text/html": self.html(), "text/plain": "\n".join(self._lines[-NUM_LINES:])})
+        self._next = time.monotonic() + DRAW_SECONDS
+
+    def html(self) -> str:
+        """The panel as it is drawn."""
+        steps = [row for row in self._rows if is_step_row(row)]
+        done, num_steps = steps[-1]["step"] + 1 if steps else 0, self._header.num_steps
+        of_all = f" of {num_steps}" if num_steps else ""
+        at = f"{self._name} step {done}{of_all}".strip() if self._is_started else ""
+        title = ", ".join(filter(None, [at, self._phase]))
+        chart = chart_of(self._rows, num_steps=num_steps)
+        columns = [name for name in _COLUMNS if any(name in row for row in steps)]
+        shown = [[row.get(name, "") for name in columns] for row in steps[-NUM_ROWS:]]
+        last = table(shown, head=[_COLUMNS[name] for name in columns]) if shown else ""
+        notes = "".join(f"<div>{escape(note)}</div>" for note in self._notes)
+        about = escape("\n".join(self._header.lines))
+        folded = f"<details><summary>settings</summary><pre>{about}</pre></details>"
+        curves = chart._repr_html_() if chart.series else ""
+        return block(title, curves, last, notes, folded if about else "")
+
+
+def find_cell() -> Show | None:
+    """Draws in the output of the cell that runs; None outside of a notebook."""
+    if "IPython" not in sys.modules:
+        return None
+    from IPython import get_ipython  # pyright: ignore[reportMissingImports]
+    from IPython.display import display  # pyright: ignore[reportMissingImports]
+
+    if not hasattr(get_ipython(), "kernel"):
+        return None
+    place: Any = None
+
+    def show(bundle: dict[str, str]) -> None:
+        nonlocal place
+        if place is None:
+            place = display(bundle, raw=True, display_id=True)
+        else:
+            place.update(bundle, raw=True)
+
+    return show
+
+
 def open_view(*, is_json: bool = False, name: str = "") -> View:
     """A view on stdout, or in the cell of a notebook. With --json it shows nothing, since stdout
     belongs to the result.
@@ -166,8 +264,7 @@ def open_view(*, is_json: bool = False, name: str = "") -> View:
     if is_json or sys.stdout is None:
         return View(None)
     if (show := find_cell()) is not None:
-        panel = NotebookPanel(show, name=name)
-        return View(panel.line, panel=panel)
+        return NotebookView(show, name=name)
     has_status = sys.stdout.isatty() and sys.stderr.isatty() and not name
     return View(partial(print, *filter(None, [name]), flush=True), has_status=has_status)
 

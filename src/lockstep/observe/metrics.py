@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from lockstep.errors import DataError
 from lockstep.tables import tables_beside
-from lockstep.types import Group, Sample
+from lockstep.types import TOKEN_KINDS, Group, Sample
 
 _log = logging.getLogger(__name__)
 
@@ -137,3 +137,37 @@ def is_step_row(row: Mapping[str, Any]) -> bool:
     """True if a row belongs to a training step. Rows between steps hold only held-out figures and
     the engine's counters."""
     return any(name != "step" and not name.startswith(("eval/", "engine/")) for name in row)
+
+
+# -- parts of the tokens ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """A partition of tokens by one of their numbers, in half-open ranges."""
+
+    name: str
+    labels: tuple[str, ...]
+    starts: tuple[int, ...]
+    """First number of each label's range, rising; numbers below the first belong to it."""
+
+
+def _part(name: str, *starts: int, labels: Sequence[str] = ()) -> Partition:
+    ends = [*starts[1:], None]
+    made = [
+        f"{a}+" if b is None else str(a) if b == a + 1 else f"{a}-{b - 1}"
+        for a, b in zip(starts, ends, strict=True)
+    ]
+    return Partition(name, tuple(labels) or tuple(made), starts)
+
+
+PARTS = (
+    _part("age", 0, 1, 2, 4),
+    _part("turn", 0, 1, 2, 3, 4, 8),
+    _part("position", 0, 16, 64, 256, 1024, 4096, 16384),
+    _part("kind", *range(len(TOKEN_KINDS)), labels=TOKEN_KINDS),
+    _part("forced", 0, 1, labels=("no", "yes")),
+)
+"""age: updates between the policy that sampled and the one in training (0: what differs is
+numerics, above: staleness too). turn: of the episode. position: of the token in its row. kind: see
+TOKEN_KINDS. forced: probability under the sampler over 0.99."""

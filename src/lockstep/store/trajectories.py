@@ -411,36 +411,30 @@ def _open(path: Path) -> Iterator[pq.ParquetFile]:
 
 
 def _record(row: dict[str, Any], where: str) -> TrajectoryRecord:
-    where = f"{where}, trajectory {row['id']}"
+    where, segments = f"{where}, trajectory {row['id']}", row["segments"]
     try:
-        return _record_of(row, where)
-    except (LockstepError, ValueError, TypeError, LookupError) as error:
-        raise DataError(f"{where}: cannot be read: {str(error).rstrip('.')}.") from error
-
-
-def _record_of(row: dict[str, Any], where: str) -> TrajectoryRecord:
-    return TrajectoryRecord(
-        step=row["step"],
-        group=row["group"],
-        task=Task(
-            id=row["task_id"],
-            payload=json.loads(row["task_payload_json"]),
-            source=row["task_source"],
-        ),
-        trajectory=Trajectory(
+        payload = json.loads(row["task_payload_json"])
+        trajectory = Trajectory(
             id=row["id"],
             task_id=row["trajectory_task_id"],
             seat=row.get("seat", ""),  # parts up to version 3 have no seats
             policy=row.get("policy", ""),
-            segments=[_segment(s, f"{where}, segment {i}") for i, s in enumerate(row["segments"])],
+            segments=[_segment(s, f"{where}, segment {i}") for i, s in enumerate(segments)],
             rewards={entry["leaf"]: entry["reward"] for entry in row["rewards"]},
             reward_parts={entry["name"]: entry["value"] for entry in row["reward_parts"]},
             status=row["status"],
             error=row["error"],
             metrics={entry["name"]: entry["value"] for entry in row["metrics"]},
-        ),
-        **{name: tuple(_floats(s.get(name)) for s in row["segments"]) for name in _TRAINED},
-    )
+        )
+        return TrajectoryRecord(
+            step=row["step"],
+            group=row["group"],
+            task=Task(id=row["task_id"], payload=payload, source=row["task_source"]),
+            trajectory=trajectory,
+            **{name: tuple(_floats(s.get(name)) for s in segments) for name in _TRAINED},
+        )
+    except (LockstepError, ValueError, TypeError, LookupError) as error:
+        raise DataError(f"{where}: cannot be read: {str(error).rstrip('.')}.") from error
 
 
 def _segment(row: dict[str, Any], where: str) -> Segment:
@@ -453,11 +447,11 @@ def _segment(row: dict[str, Any], where: str) -> Segment:
         messages=tuple(Message.from_dict(m) for m in json.loads(row["messages_json"])),
         routed_experts=_array_from_dict(row["routed_experts"]),
         boundary_routes=_array_from_dict(row["boundary_routes"]),
-        support=_support(row, where),
+        support=_support(row),
     )
 
 
-def _support(row: dict[str, Any], where: str) -> Ragged | None:
+def _support(row: dict[str, Any]) -> Ragged | None:
     if row.get("support_sizes") is None:  # parts of version 1 have no support
         return None
     return Ragged.of_sizes(np.array(row["support_ids"], np.int32), row["support_sizes"])

@@ -3,22 +3,16 @@
 import sys
 import types
 
-from lockstep.observe.live import RunHeader, View, open_view
-from lockstep.observe.notebook import NotebookPanel, find_cell
+from lockstep.observe.live import NotebookView, RunHeader, find_cell, open_view
 
 
 def row(step, **metrics):
     return {"step": step, "reward/mean": 0.25, "time/step_seconds": 2.0, **metrics}
 
 
-def panel_of(drawn):
-    panel = NotebookPanel(drawn.append)
-    return View(panel.line, panel=panel)
-
-
 def test_the_panel_shows_step_phase_curve_table_and_folded_settings():
     drawn = []
-    view = panel_of(drawn)
+    view = NotebookView(drawn.append)
     view.start(RunHeader(num_steps=100, lines=("model      tiny", "run        runs/a")))
     for step in range(8):
         view.step(row(step))
@@ -32,7 +26,7 @@ def test_the_panel_shows_step_phase_curve_table_and_folded_settings():
 
 def test_a_warning_stays_in_sight_and_its_text_is_escaped():
     drawn = []
-    view = panel_of(drawn)
+    view = NotebookView(drawn.append)
     view.start(RunHeader(num_steps=3))
     view.note("the server <b> is gone", "warning")
     for step in range(3):
@@ -43,7 +37,7 @@ def test_a_warning_stays_in_sight_and_its_text_is_escaped():
 
 def test_drawing_costs_little_beside_steps_that_are_quick():
     drawn = []
-    view = panel_of(drawn)
+    view = NotebookView(drawn.append)
     view.start(RunHeader(num_steps=1000))
     for step in range(1000):
         view.step(row(step))
@@ -53,7 +47,7 @@ def test_drawing_costs_little_beside_steps_that_are_quick():
 
 def test_supervised_training_shows_its_loss():
     drawn = []
-    view = panel_of(drawn)
+    view = NotebookView(drawn.append)
     view.start(RunHeader(num_steps=2))
     view.step({"step": 0, "train/loss": 2.0})
     view.close()
