@@ -12,10 +12,10 @@ import lockstep.agent.sandbox.container
 import lockstep.envs.docsearch.config
 import lockstep.envs.instructions.config
 import lockstep.envs.math.config
-import lockstep.envs.mcp_tasks
 import lockstep.envs.mixture
 import lockstep.envs.openenv
 import lockstep.envs.programs.config
+import lockstep.envs.questions
 import lockstep.envs.reasoning_gym.config
 import lockstep.envs.verifiers.config  # noqa: F401
 from lockstep.config import from_settings, merged

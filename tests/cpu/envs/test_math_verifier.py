@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.envs.math.config import FORM_INSTRUCTIONS
 from lockstep.envs.math.grading import (
-    FORMS,
     MAX_ANSWER_CHARS,
     Grade,
     find_answer,
@@ -100,13 +100,13 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_texts_are_graded_without_an_error_or_a_quadratic_search(name):
     text = HOSTILE[name]
-    for form in FORMS:
+    for form in FORM_INSTRUCTIONS:
         for reply in (text, f"#### {text}", f"\\boxed{{{text}}}", f"<answer>{text}</answer>",
                       f"Answer: {text}"):  # fmt: skip
             grade(reply, Fraction(7), form=form, lenient=True)
 
 
-@given(st.text(max_size=200), st.sampled_from(FORMS), st.booleans())
+@given(st.text(max_size=200), st.sampled_from([*FORM_INSTRUCTIONS]), st.booleans())
 @settings(max_examples=200)
 def test_no_text_raises(text, form, lenient):
     grade(text, Fraction(1), form=form, lenient=lenient)

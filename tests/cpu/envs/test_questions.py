@@ -14,8 +14,7 @@ from quickstarts import quickstart_with
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Score
 from lockstep.agent.scoring import ExactScorer, ScorerConfig
-from lockstep.envs.mcp_tasks import MCPConfig
-from lockstep.envs.questions import QuestionsConfig
+from lockstep.envs.questions import MCPConfig, QuestionsConfig
 from lockstep.errors import ConfigError, DataError, ToolServerError
 from lockstep.models.locate import locate_model
 from lockstep.renderers.config import ChatMLConfig

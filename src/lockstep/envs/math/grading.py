@@ -14,22 +14,23 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from importlib.util import find_spec
-from typing import Literal, get_args
+from typing import Any, Literal
 
-from lockstep.children import Child
+from lockstep.children import Child, serve
 from lockstep.errors import ChildError
+from lockstep.system import limit_process
 
 Form = Literal["boxed", "hashes", "tag", "answer_line", "last_number"]
 """Place of the final answer in a reply. boxed: in the last `\\boxed{}`. hashes: after the last
 `####`, to the end of its line (GSM8K). tag: in the last `<answer>...</answer>`. answer_line: after
 the last `Answer:`, to the end of its line (DAPO). last_number: the last number of the reply."""
 
-FORMS: tuple[Form, ...] = get_args(Form)
-
 MAX_ANSWER_CHARS = 1000
 """Longest answer in characters; the longest of MATH-500 has 159."""
 MAX_EXPONENT = 1000
 """Largest exponent of scientific notation: `1e999999999` would have a gigabyte of digits."""
+MEMORY_BYTES = 2 << 30
+"""Memory of the child process."""
 LIMIT_SECONDS = 5.0
 """Seconds for one comparison by math-verify. A slower one counts as wrong."""
 
@@ -107,7 +108,25 @@ def why_ungradable(answer: str) -> str:
 
 def math_verify_child() -> Child:
     """A child process for `are_equal`, started by the first comparison."""
-    return Child.of_module("lockstep.envs.math.child", name="math-verify")
+    return Child.of_module(__name__, name="math-verify")
+
+
+def main() -> None:
+    """Runs in the child: math-verify hands an answer to sympy, which may take minutes and gigabytes
+    on a short text."""
+    limit_process(AS=MEMORY_BYTES)
+    from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
+
+    def compare(expected: str, answer: str) -> dict[str, Any]:
+        # Its own time limits are signals that only Python code notices; the parent has a real one.
+        without_limit: Any = None
+        gold, found = (
+            parse(f"\\boxed{{{text}}}", parsing_timeout=without_limit)
+            for text in (expected, answer)
+        )
+        return {"is_equal": bool(verify(gold, found, timeout_seconds=None))}
+
+    serve(compare)
 
 
 def are_equal(
