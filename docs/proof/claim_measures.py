@@ -29,8 +29,8 @@ from lockstep.config import resolve
 from lockstep.ops.base import Ops
 from lockstep.ops.context import AttentionSpec, PackedContext
 from lockstep.recipes import find_recipe
-from lockstep.renderers.anew import rendered_anew, turns_of
 from lockstep.renderers.base import Renderer
+from lockstep.renderers.origins import rendered_anew, turns_of
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.build import build

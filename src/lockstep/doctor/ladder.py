@@ -33,7 +33,7 @@ from lockstep.errors import ConfigError, DataError
 from lockstep.launch.config import ParallelConfig
 from lockstep.objectives.config import GRPO
 from lockstep.observe.alarms import Alarm, mismatch_alarm
-from lockstep.renderers.anew import rendered_anew, turns_of
+from lockstep.renderers.origins import rendered_anew, turns_of
 from lockstep.run.build import Parts, build
 from lockstep.run.episodes import play_tasks
 from lockstep.run.preflight import preflight

@@ -24,8 +24,12 @@ from lockstep.renderers.config import (
 )
 from lockstep.renderers.jinja.proof import DIALOGUES, REPLIES, TOOL, USER, WITH_TOOLS
 from lockstep.renderers.jinja.renderer import JinjaRenderer
-from lockstep.renderers.jinja.source import has_template, read_template
-from lockstep.renderers.jinja.template import BrokenTemplateError, TemplateRefusal
+from lockstep.renderers.jinja.template import (
+    BrokenTemplateError,
+    TemplateRefusal,
+    has_template,
+    read_template,
+)
 from lockstep.renderers.pieces import first_difference
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer

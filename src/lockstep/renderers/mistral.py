@@ -28,7 +28,7 @@ from lockstep.errors import RendererError
 from lockstep.renderers.base import TokenIds, TurnRenderer
 from lockstep.renderers.calls import call_text, function_json, read_call_array
 from lockstep.renderers.config import JinjaConfig, MistralConfig
-from lockstep.renderers.jinja.source import read_template
+from lockstep.renderers.jinja.template import read_template
 from lockstep.renderers.pieces import Piece, cut_at, split_turn, text_of
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Message, ToolSchema

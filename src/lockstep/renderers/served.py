@@ -13,7 +13,7 @@ from lockstep.errors import LockstepError, RendererError
 from lockstep.renderers.choice import compare, has_tools, library_of
 from lockstep.renderers.config import ChatMLConfig, JinjaConfig, RendererConfig
 from lockstep.renderers.jinja.renderer import JinjaRenderer
-from lockstep.renderers.jinja.source import read_template
+from lockstep.renderers.jinja.template import read_template
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 

@@ -8,7 +8,6 @@ from playing import all_groups
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.objectives.config import GRPO
-from lockstep.renderers.anew import rendered_anew, turns_of
 from lockstep.renderers.config import (
     ChatMLConfig,
     HarmonyConfig,
@@ -17,6 +16,7 @@ from lockstep.renderers.config import (
 )
 from lockstep.renderers.llama3 import LLAMA3_TOKENS
 from lockstep.renderers.mistral import MISTRAL_TOKENS, V7_TOKENS
+from lockstep.renderers.origins import rendered_anew, turns_of
 from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.testing.engines import FakeEngine

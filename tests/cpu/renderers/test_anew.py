@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from lockstep.errors import DataError
-from lockstep.renderers.anew import rendered_anew, turns_of
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig
 from lockstep.renderers.harmony import HarmonyRenderer
+from lockstep.renderers.origins import rendered_anew, turns_of
 from lockstep.testing.tokenizers import byte_tokenizer
 from lockstep.types import Message, ToolCall, Trajectory
 

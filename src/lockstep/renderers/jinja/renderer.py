@@ -40,8 +40,7 @@ from lockstep.renderers.jinja.shape import (
     value_of,
     with_inline,
 )
-from lockstep.renderers.jinja.source import read_template
-from lockstep.renderers.jinja.template import ChatTemplate, TemplateRefusal
+from lockstep.renderers.jinja.template import ChatTemplate, TemplateRefusal, read_template
 from lockstep.renderers.pieces import (
     Piece,
     encode_pieces,
