@@ -47,7 +47,8 @@ class CheckpointFiles:
 
     def __init__(self, directory: Path, journal: Journal) -> None:
         self.directory, self._journal = directory, journal
-        self._known = journal.all(Checkpoint)
+        self.known = journal.all(Checkpoint)
+        """Path -> checkpoint. Who adds one writes its record together with the request's result."""
         self._tidy()
 
     def _tidy(self) -> None:
@@ -59,7 +60,7 @@ class CheckpointFiles:
         for pattern in (f"*{PARTIAL}", f"*{REPLACED}"):
             for left in list(self.directory.rglob(pattern)):
                 shutil.rmtree(left, ignore_errors=True)
-        known = {self.place(path) for path in self._known}
+        known = {self.place(path) for path in self.known}
         for left in self.directory.glob("checkpoints/*/*/*"):
             if left not in known:
                 shutil.rmtree(left, ignore_errors=True)
@@ -96,13 +97,6 @@ class CheckpointFiles:
 
     # -- paths ------------------------------------------------------------------------------------
 
-    def add(self, checkpoint: Checkpoint) -> None:
-        """Notes a checkpoint, whose record the caller writes together with the request's result."""
-        self._known[checkpoint.id] = checkpoint
-
-    def has(self, path: str) -> bool:
-        return path in self._known
-
     def find(self, path: str) -> Checkpoint:
         """Raises TinkerError: 404 for an unknown path, 422 for another text."""
         parts = path.removeprefix(SCHEME).split("/")
@@ -111,7 +105,7 @@ class CheckpointFiles:
                 f"{path[:200]!r} is no path of a checkpoint; expected tinker://MODEL/weights/NAME "
                 "or tinker://MODEL/sampler_weights/NAME, as save_state returns it."
             )
-        found = self._known.get(path)
+        found = self.known.get(path)
         if found is None or found.is_over:
             raise not_found(
                 f"{path[:200]} is not here: it was never saved on this server, was deleted, or its "
@@ -122,14 +116,14 @@ class CheckpointFiles:
     def of_model(self, model_id: str | None = None) -> Iterator[Checkpoint]:
         """All checkpoints of a model, or of all, the latest first."""
         prefix = SCHEME if model_id is None else f"{SCHEME}{model_id}/"
-        for checkpoint in sorted(self._known.values(), key=lambda each: -each.created):
+        for checkpoint in sorted(self.known.values(), key=lambda each: -each.created):
             if checkpoint.id.startswith(prefix) and not checkpoint.is_over:
                 yield checkpoint
 
     def delete(self, checkpoint: Checkpoint) -> None:
         """Forgets it first: a kill in between leaves a directory, which the next start removes."""
         self._journal.remove(checkpoint)
-        del self._known[checkpoint.id]
+        del self.known[checkpoint.id]
         self.remove(self.place(checkpoint.id))
 
     def set_ttl(self, checkpoint: Checkpoint, seconds: int | None) -> None:
@@ -138,7 +132,7 @@ class CheckpointFiles:
 
     def expire(self) -> None:
         """Deletes expired checkpoints."""
-        for checkpoint in [each for each in self._known.values() if each.is_over]:
+        for checkpoint in [each for each in self.known.values() if each.is_over]:
             self.delete(checkpoint)
 
 

@@ -396,12 +396,8 @@ class EmbeddedBackend:
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=max((cached for _, cached in replies), default=0),
         )
-        if not (
-            request.topk_prompt_logprobs
-            or request.topk_sample_logprobs
-            or request.target_ids is not None
-            or request.num_alternatives
-        ):
+        topk = request.topk_prompt_logprobs or request.topk_sample_logprobs
+        if not topk and request.target_ids is None and not request.num_alternatives:
             return result
         return await self._train(self._distributions, sampler, request, result, seeds)
 

@@ -40,7 +40,6 @@ class Sessions:
     def create(self, body: Value) -> dict[str, Any]:
         session = Session(
             id=secrets.token_hex(8),
-            created=time.time(),
             metadata=metadata_of(body["user_metadata"]),
             display_name=body["display_name"].text("") or None,
         )

@@ -65,7 +65,7 @@ class Session:
     """One client."""
 
     id: str
-    created: float
+    created: float = field(default_factory=time.time)
     ended: str = ""
     """Why it is over; empty while it is not."""
     ended_at: float = 0.0
@@ -80,8 +80,8 @@ class Trained:
     id: str
     session: str
     spec: dict[str, Any]
-    created: float
-    last_request: float
+    created: float = field(default_factory=time.time)
+    last_request: float = field(default_factory=time.time)
     metadata: dict[str, str] = field(default_factory=dict)
     is_made: bool = False
     num_updates: int = 0
@@ -109,7 +109,7 @@ class Sampler:
     """The model whose weights it has, if they have no name."""
     is_inflight: bool = False
     """Later saves of the model replace its weights."""
-    last_used: float = 0.0
+    last_used: float = field(default_factory=time.time)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,10 +119,10 @@ class Checkpoint:
     id: str
     """The path, tinker://MODEL/weights/NAME or .../sampler_weights/NAME."""
     spec: dict[str, Any]
-    created: float
     num_updates: int
     size_bytes: int
     has_optimizer: bool
+    created: float = field(default_factory=time.time)
     expires: float | None = None
     metadata: dict[str, str] = field(default_factory=dict)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -75,20 +76,16 @@ class Loss:
 
     def columns_of(self, data: Sequence[Datum]) -> dict[str, npt.NDArray[np.float32]]:
         """[M] each: the inputs that these datums have."""
+
+        def values(name: str, datum: Datum) -> npt.NDArray[Any]:
+            if name in datum.inputs:
+                return datum.inputs[name].ravel()
+            return np.full(datum.inputs[TARGETS].size, self.config[name])
+
         given = {name for datum in data for name in datum.inputs}
         names = [name for name in (*self.inputs, *self.optional_inputs) if name in given]
-        return {
-            name: np.concatenate(
-                [
-                    datum.inputs[name].ravel()
-                    if name in datum.inputs
-                    else np.full(datum.inputs[TARGETS].size, self.config[name])
-                    for datum in data
-                ],
-                dtype=np.float32,
-            )
-            for name in names
-        }
+        parts = {name: [values(name, datum) for datum in data] for name in names}
+        return {name: np.concatenate(part, dtype=np.float32) for name, part in parts.items()}
 
     def is_live(self, columns: Mapping[str, Tensor], *, like: Tensor) -> Tensor:
         """[M] bool: the targets whose log-prob the loss may have a gradient for."""

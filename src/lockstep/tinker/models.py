@@ -239,7 +239,7 @@ class TinkerRun:
         body = self._read(request)
         name = body.get("path") or f"{request.seq_id:06}"
         path = path_of(self.record.id, "weights", name)
-        if self._store.has(path) and not body.get("overwrite"):
+        if path in self._store.known and not body.get("overwrite"):
             raise TinkerError(f"{path} exists. Take another name or overwrite=True, or delete it.")
         return await self._save(request, path, body, with_optimizer=True)
 
@@ -257,7 +257,6 @@ class TinkerRun:
             version=self.record.num_updates,
             model=self.record.id,
             is_inflight=body.get("kind") == "inflight",
-            last_used=time.time(),
         )
         await self._write(self._store.directory / str(sampler.directory), with_optimizer=False)
         followers = self._samplers.followers(sampler)
@@ -278,14 +277,13 @@ class TinkerRun:
         checkpoint = Checkpoint(
             id=path,
             spec=self.record.spec,
-            created=time.time(),
             num_updates=self.record.num_updates,
             size_bytes=size_of(place),
             has_optimizer=with_optimizer,
             expires=expiry(body.get("ttl_seconds")),
             metadata=wire.metadata_of(Value(body)["user_metadata"]),
         )
-        self._store.add(checkpoint)
+        self._store.known[path] = checkpoint
         return Done(payload={"path": path}, records=(checkpoint,))
 
     async def _write(self, place: Path, *, with_optimizer: bool) -> None:
@@ -421,15 +419,8 @@ class Models:
             spec = replace(spec, seed=derive_seed(model_id) % 2**31)
         with self._journal.transaction():
             if model_id not in self.known:
-                now = time.time()
-                model = Trained(
-                    id=model_id,
-                    session=session.id,
-                    spec=asdict(spec),
-                    created=now,
-                    last_request=now,
-                    metadata=metadata,
-                )
+                about = {"spec": asdict(spec), "metadata": metadata}
+                model = Trained(id=model_id, session=session.id, **about)
                 self._journal.put(model)
                 self.known[model_id] = model
                 self._make_run(model).start()
@@ -459,11 +450,7 @@ class Models:
         return {
             "type": "get_info",
             "model_id": run.record.id,
-            "model_data": {
-                "arch": run.base.architecture,
-                "model_name": name,
-                "tokenizer_id": name,
-            },
+            "model_data": {"arch": run.base.architecture, "model_name": name, "tokenizer_id": name},
             **adapter_of(run.record.spec),
             "model_name": name,
         }

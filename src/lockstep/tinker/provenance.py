@@ -338,12 +338,8 @@ def _cause_of_logprobs(given: Array, recorded: Array, is_trained: Bools) -> str:
     bound = given[is_other]
     if (bound == bound[0]).all() and len(bound) >= MIN_LINKS:
         return "clamped"
-    return "quantised" if _is_rounded(given, expected) else ""
-
-
-def _is_rounded(given: Array, expected: Array) -> bool:
-    """True if all log-probs are the recorded ones in float16 or bfloat16, or to some decimals."""
-    return any(np.array_equal(given, rounded(expected, grid)) for grid in GRIDS)
+    is_rounded = any(np.array_equal(given, rounded(expected, grid)) for grid in GRIDS)
+    return "quantised" if is_rounded else ""
 
 
 # -- finding ---------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -134,12 +135,11 @@ class ModelRecord:
         borders = np.flatnonzero(np.diff(drawn_by)) + 1
         task = hashlib.blake2b(ids[: borders[0]].tobytes(), digest_size=6).hexdigest()
         trajectory = Trajectory(id=f"{self._last_step + 1}-{self._num_rows}", task_id=task)
-        parent = None
-        for start, stop in zip((0, *borders), (*borders, len(ids)), strict=True):
+        parent = trajectory.observe(ids[: borders[0]])  # the first id is never sampled
+        for start, stop in pairwise((*borders, len(ids))):
             if drawn_by[start] < 0:
                 parent = trajectory.observe(ids[start:stop], parent=parent)
                 continue
-            assert parent is not None, "the first id is never sampled"
             parent = trajectory.record(
                 ids[start:stop],
                 logprobs=recorded[start:stop],
@@ -148,7 +148,6 @@ class ModelRecord:
                 policy_version=int(drawn_by[start]),
                 finish_reason="stop" if ids[stop - 1] in self._base.info.stop_ids else "length",
             )
-        assert parent is not None, "a datum has at least one id"
         trajectory.rewards[parent] = float(np.mean(_advantages(datum)[is_sampled]))
         trajectory.status = "finished"
         group = self._groups.setdefault(task, Group(task=Task(id=task), trajectories=[]))

@@ -183,10 +183,7 @@ class Samplers:
         name, backend = sampler.directory, self._resources.backend
         place = None if name is None else self._resources.store.directory / name
         if place is not None and not place.is_dir():
-            path = sampler.model_path
-            raise TinkerError(
-                f"the weights of sampling session {sampler.id} ({path}) were deleted."
-            )
+            raise TinkerError(f"the weights of {sampler.id} ({sampler.model_path}) were deleted.")
         await backend.open_sampler(sampler.id, sampler.base_model, place, version=sampler.version)
 
     async def _close(self, sampler_id: str) -> None:
@@ -195,13 +192,9 @@ class Samplers:
 
     def followers(self, sampler: Sampler) -> list[Sampler]:
         """The earlier samplers that take over the weights of this one."""
-        if not sampler.is_inflight:
-            return []
-        return [
-            each
-            for each in self.known.values()
-            if each.is_inflight and each.model == sampler.model and each.id != sampler.id
-        ]
+        others = (each for each in self.known.values() if each.id != sampler.id)
+        inflight = [each for each in others if each.is_inflight and sampler.is_inflight]
+        return [each for each in inflight if each.model == sampler.model]
 
     async def reload(self, samplers: list[Sampler], replaced: set[str | None]) -> None:
         """Replaces the weights of samplers in memory, under their running requests. replaced: the
