@@ -45,7 +45,7 @@ from lockstep.observe.metrics import find_metric, held_out_label, is_step_row
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.store.files import encode_number, write_atomically
 from lockstep.store.run import Address, Run
-from lockstep.store.trajectories import TrajectoryRecord, TrajectorySummary, read_row
+from lockstep.store.trajectories import TRAINED, TrajectoryRecord, TrajectorySummary, read_row
 from lockstep.types import Float32Array
 
 # Steps whose summaries are looked at. Beyond it every n-th step is, the last included.
@@ -214,8 +214,7 @@ def to_document(
 ) -> dict[str, Any]:
     """One trajectory as JSON. Log-probs are the shortest decimals that are the same float32."""
     trajectory = record.trajectory
-    trained = (record.trainer_logprobs, record.advantages, record.importance_weights)
-    values = zip(trajectory.segments, *trained, strict=True)
+    trained = {name: getattr(record, name) for name in TRAINED}
     return {
         "run": run,
         "split": split,
@@ -238,12 +237,10 @@ def to_document(
                 "reward": encode_number(segment.reward),
                 "token_ids": segment.token_ids.tolist(),
                 "rollout_logprobs": shortest(segment.logprobs),
-                "trainer_logprobs": shortest(trainer),
-                "advantages": shortest(advantages),
-                "importance_weights": shortest(weights),
+                **{name: shortest(values[index]) for name, values in trained.items()},
                 "messages": [message.to_dict() for message in segment.messages],
             }
-            for segment, trainer, advantages, weights in values
+            for index, segment in enumerate(trajectory.segments)
         ],
     }
 

@@ -45,7 +45,7 @@ SCHEMA_VERSION = 4
 _ROW_GROUP_SIZE = 32
 
 _log = logging.getLogger(__name__)
-_TRAINED = ("trainer_logprobs", "advantages", "importance_weights")
+TRAINED = ("trainer_logprobs", "advantages", "importance_weights")
 """Columns of a segment that come from the training rows."""
 
 Values = dict[str, Float32Array]
@@ -194,29 +194,17 @@ def write_part(
         for index, group in enumerate(groups)
         for trajectory in group.trajectories
     ]
+    table = pa.Table.from_pylist([_columns(row) for row in rows], schema=SCHEMA)
+    options = {"compression": "zstd", "row_group_size": _ROW_GROUP_SIZE}
+    write_atomically(path, partial(pq.write_table, table, write_page_checksum=True, **options))
+
+
+def _columns(row: _Row) -> dict[str, Any]:
     segments = [
-        (segment, row.trained.get(index, {}))
-        for row in rows
+        {name: get(segment, row.trained.get(index, {})) for name, _, get in _SEGMENT_COLUMNS}
         for index, segment in enumerate(row.trajectory.segments)
     ]
-    struct = pa.StructArray.from_arrays(
-        [pa.array([get(*s) for s in segments], dtype) for _, dtype, get in _SEGMENT_COLUMNS],
-        fields=list(_SEGMENT),
-    )
-    offsets = [0, *accumulate(len(row.trajectory.segments) for row in rows)]
-    arrays = [pa.array([get(row) for row in rows], dtype) for _, dtype, get in _COLUMNS]
-    arrays.append(
-        pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), struct, type=_list(_SEGMENT))
-    )
-    table = pa.Table.from_arrays(arrays, schema=SCHEMA)
-    write = partial(
-        pq.write_table,
-        table,
-        compression="zstd",
-        row_group_size=_ROW_GROUP_SIZE,
-        write_page_checksum=True,
-    )
-    write_atomically(path, write)
+    return {**{name: get(row) for name, _, get in _COLUMNS}, "segments": segments}
 
 
 def _trained_values(
@@ -253,7 +241,7 @@ def _trained_values(
             is_first = "trainer_logprobs" not in values
             if not segment.is_sampled or not (sample.loss_mask[tokens].any() or is_first):
                 continue
-            for name in _TRAINED:
+            for name in TRAINED:
                 column = columns.get(name)
                 if column is not None and not np.isnan(column[tokens]).all():
                     values[name] = column[tokens]
@@ -431,7 +419,7 @@ def _record(row: dict[str, Any], where: str) -> TrajectoryRecord:
             group=row["group"],
             task=Task(id=row["task_id"], payload=payload, source=row["task_source"]),
             trajectory=trajectory,
-            **{name: tuple(_floats(s.get(name)) for s in segments) for name in _TRAINED},
+            **{name: tuple(_floats(s.get(name)) for s in segments) for name in TRAINED},
         )
     except (LockstepError, ValueError, TypeError, LookupError) as error:
         raise DataError(f"{where}: cannot be read: {str(error).rstrip('.')}.") from error
