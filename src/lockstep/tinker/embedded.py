@@ -215,9 +215,7 @@ class _Sampler:
     def holding(self) -> AbstractAsyncContextManager[None]:
         """Inside of it the engine has the sampler's weights."""
         outside = self.base.outside
-        if outside is None:
-            return nullcontext()
-        return outside.holding(self.full or outside.base)
+        return nullcontext() if outside is None else outside.holding(self.full or outside.base)
 
     def adapted(self) -> Decoder:
         """The decoder with the sampler's adapter."""
@@ -367,14 +365,8 @@ class EmbeddedBackend:
         """Draws a reply for each seed. The same request, weights and seeds give the same bits.
         sequence_ids: names of the replies; spans of a datum refer to them."""
         sampler = self._samplers[sampler_id]
-        adapter = "" if sampler.adapter is None else sampler_id
-        asked = Request(
-            id="",
-            prompt_ids=request.prompt_ids,
-            sampling=request.params,
-            affinity=sampler_id,
-            adapter=adapter,
-        )
+        place = {"adapter": "" if sampler.adapter is None else sampler_id, "affinity": sampler_id}
+        asked = Request(id="", prompt_ids=request.prompt_ids, sampling=request.params, **place)
         draws = [
             _drawn(sampler.engine, replace(asked, id=f"{sampler_id}/{name}", seed=seed))
             for seed, name in zip(seeds, sequence_ids, strict=True)
@@ -384,10 +376,8 @@ class EmbeddedBackend:
             async with sampler.holding():
                 replies = await asyncio.gather(*draws)
                 if request.has_prompt_logprobs:
-                    scores = await sampler.engine.score(
-                        asked.prompt_ids, first=request.first, adapter=adapter, affinity=sampler_id
-                    )
-                    prompt_logprobs = scores.logprobs
+                    score = sampler.engine.score(asked.prompt_ids, first=request.first, **place)
+                    prompt_logprobs = (await score).logprobs
         except (EngineError, TokenError, ConfigError) as error:
             status = 502 if isinstance(error, EngineDownError) else 400
             raise TinkerError(str(error), status=status) from error
@@ -406,30 +396,24 @@ class EmbeddedBackend:
     ) -> SamplingResult:
         """Adds the values that need the whole distribution at each place of the prompt or the
         replies: a second forward, without a cache."""
-        decoder = sampler.adapted()
+        decoder, added = sampler.adapted(), dict[str, Any]()
         prompt, num_topk = request.prompt_ids, request.topk_prompt_logprobs
-        topk = targets = alternatives = None
         if num_topk or request.target_ids is not None or request.num_alternatives:
             logits = _logits(decoder, prompt)[:-1]
             logprobs = decoder.ops.log_softmax(logits)
             if num_topk:
-                topk = _at_all_places(_topk(logprobs, num_topk), len(prompt), request.first)
+                topk = _topk(logprobs, num_topk)
+                added["topk_prompt"] = _at_all_places(topk, len(prompt), request.first)
             if request.target_ids is not None:
                 ids = torch.from_numpy(request.target_ids).to(logits.device)
                 found = logprobs.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, float("nan"))
-                targets = found.cpu().numpy()
+                added["target_logprobs"] = found.cpu().numpy()
             if request.num_alternatives:
-                alternatives = _alternatives(decoder, logits, request, seeds[0])
-        sequences = result.sequences
+                added["alternatives"] = _alternatives(decoder, logits, request, seeds[0])
         if request.topk_sample_logprobs:
-            sequences = tuple(_with_topk(decoder, request, one) for one in sequences)
-        return replace(
-            result,
-            sequences=sequences,
-            topk_prompt=topk,
-            target_logprobs=targets,
-            alternatives=alternatives,
-        )
+            sequences = (_with_topk(decoder, request, one) for one in result.sequences)
+            added["sequences"] = tuple(sequences)
+        return replace(result, **added)
 
     # -- the whole --------------------------------------------------------------------------------
 
