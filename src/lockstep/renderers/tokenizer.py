@@ -73,8 +73,6 @@ class Tokenizer:
         self._fast = fast
         self.where = where
         """Source of the vocabulary, for messages."""
-        self.lacks_prefix = False
-        """True if the file's own tokenizer writes a space before a text, and this one does not."""
         self._unwritable = b""
         self.eos_ids: tuple[int, ...] = ()
         """Ids that end a reply by the generation_config.json beside the file."""
@@ -116,9 +114,8 @@ class Tokenizer:
         config = read_json(config_file, RendererError) if config_file.is_file() else {}
         extra = config.get("added_tokens_decoder") or {}
         spec = read_json(file, RendererError)
-        without = spec if has_prefix else without_prefix_space(spec)
-        found = cls._from_spec(without, where=str(file), extra=extra)
-        found.lacks_prefix = without != spec
+        spec = spec if has_prefix else without_prefix_space(spec)
+        found = cls._from_spec(spec, where=str(file), extra=extra)
         found.eos_ids = _eos_ids(file.with_name(GENERATION_FILE), found.vocab_size)
         return found
 

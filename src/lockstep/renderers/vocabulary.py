@@ -88,14 +88,11 @@ def read_vocabulary(
 
     text_tokens = {id_: spelled(piece) for piece, id_ in vocab.items()}
     plain: dict[str, Any] = {
-        "version": spec.get("version", "1.0"),
-        "truncation": None,
-        "padding": None,
+        "version": "1.0",
+        **spec,
+        **dict.fromkeys(("truncation", "padding")),
         "added_tokens": [{**added[id_], "id": id_} for id_ in sorted(symbols.values())],
-        "normalizer": spec.get("normalizer"),
-        "pre_tokenizer": spec.get("pre_tokenizer"),
         "post_processor": None,  # it would add control tokens around the text
-        "decoder": spec.get("decoder"),
         # Every byte has a token, so that nothing is unknown; the token's name may be control.
         "model": {**model, "vocab": vocab, "merges": merges, "dropout": None, "unk_token": None},
     }

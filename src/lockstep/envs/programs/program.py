@@ -75,13 +75,10 @@ class ProgramHarness(Harness):
     async def run(self, task: Task, endpoint: Endpoint) -> Score | None:
         self._task, text = task, json.dumps({"id": task.id, **task.payload})
         self._mark = f"LOCKSTEP_SESSION_URL={endpoint.session_url}\0".encode()
+        variables = {**own_variables(self._pass_variables), **_variables(endpoint, text)}
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
         process = self._process = await asyncio.create_subprocess_exec(
-            *self._words,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env={**own_variables(self._pass_variables), **_variables(endpoint, text)},
-            start_new_session=True,
+            *self._words, env=variables, start_new_session=True, **streams
         )
         assert process.stdin and process.stdout and process.stderr, "all three are pipes"
         printed, complaints = bytearray(), bytearray()
