@@ -248,7 +248,6 @@ class CustomConfig(FileTasks):
 
     def _tasks(self, rows: Sequence[tuple[str, dict[str, Any]]]) -> list[Task]:
         tasks: dict[str, Task] = {}
-        given: set[str] = set()
         for where, columns in rows:
             payload = {key: value for key, value in columns.items() if key not in self.left_out}
             with located(where, DataError):
@@ -260,9 +259,8 @@ class CustomConfig(FileTasks):
                     raise DataError(f"id must be text or a whole number, found {task_id!r:.60}.")
                 payload.pop("id", None)
                 task = Task(id=str(task_id), payload=payload)
-                if has_id and task.id in given:
+                if has_id and task.id in tasks:
                     raise DataError(f"the id {task.id!r} is given twice.")
-                given |= {task.id} if has_id else set()
                 self.opening(task)
             tasks[task.id] = task
         return list(tasks.values())
@@ -302,9 +300,9 @@ class FunctionWorkers:
         """The tool, run by a worker."""
 
         async def call(**arguments: Any) -> ToolOutput:
-            request = {"arguments": arguments, "episode": None}
-            found = await self.call(reference, limits.timeout_seconds, **request)
-            return ToolOutput(text=found["text"], metrics=found["metrics"])
+            return ToolOutput(
+                **await self.call(reference, limits.timeout_seconds, arguments=arguments)
+            )
 
         return replace(entry, function=call, bounds_itself=True, is_instant=False)
 
@@ -319,14 +317,16 @@ def main() -> None:
 
 
 def _answer(
-    reference: str, arguments: Mapping[str, Any], episode: Mapping[str, Any] | None
+    reference: str,
+    arguments: Mapping[str, Any] | None = None,
+    episode: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The result of a tool, or the score of a reward if there is an episode."""
     try:
         found = find(reference, setting="task.tools or task.reward")
         function = getattr(found, "function", found)
         if episode is None:
-            output = as_output(_result(function(**arguments)))
+            output = as_output(_result(function(**arguments or {})))
             return {"text": output.text[:MAX_CHARS], "metrics": output.metrics}
         return asdict(score_of(_result(function(_episode(**episode))), reference))
     except Exception:
@@ -396,8 +396,7 @@ class CustomEnvironment(ToolEnvironment):
             said = [message.to_dict() for message in episode.messages]
             plain = asdict(replace(episode, task=dict(episode.task)))
             plain |= {"messages": said, "left_out": self._config.left_out}
-            request = {"arguments": {}, "episode": plain}
-            ask = self._config._children.call(self._config.reward, self._seconds, **request)
+            ask = self._config._children.call(self._config.reward, self._seconds, episode=plain)
             try:
                 found = await ask
             except ToolFailure as error:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from lockstep.display import block, chart_of, table
 from lockstep.observe.alarms import Alarm, Architecture, Level, mismatch_alarm
 from lockstep.observe.metrics import held_out_label, is_step_row
+from lockstep.tables import tables_beside
 
 _STATUS_SECONDS = 0.2
 """Shortest time between two status lines: drawing must cost nothing beside a step."""
@@ -155,15 +156,7 @@ NUM_ROWS = 5
 """Steps in the table."""
 NUM_LINES = 12
 """Last lines of the plain form, for a frontend without HTML."""
-_COLUMNS = {
-    "step": "step",
-    "reward/mean": "reward",
-    "train/loss": "loss",
-    "mismatch/k3": "kl (k3)",
-    "tokens/sampled": "tokens",
-    "time/step_seconds": "seconds",
-    "health/alarms": "alarms",
-}
+_COLUMNS: dict[str, str] = tables_beside(__file__)["columns"]
 
 Show = Callable[[dict[str, str]], object]
 """Draws the bundle {mime type: text} in place of the one before."""

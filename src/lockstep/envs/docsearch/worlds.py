@@ -11,19 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-_NAMES = """
-Bela Mira Otto Lena Hugo Nina Ivan Sara Emil Rosa Karl Tina Paul Vera Jan Olga Finn Anna Leon
-Ruth
-"""
-NAMES = tuple(_NAMES.split())
+from lockstep.tables import tables_beside
+
+_TABLES = tables_beside(__file__)
+NAMES = tuple(_TABLES["names"].split())
 LINKS = ("friend", "boss")
 """Relations whose value is another person: the first hop of a two-hop question."""
-_VALUES = {
-    "city": "Oslo Rome Paris Lima Cairo Delhi Tokyo Quito Berlin Vienna",
-    "pet": "dog cat parrot horse snake rabbit turtle goat",
-    "job": "baker pilot nurse lawyer farmer painter sailor tailor",
-}
-VALUES = {relation: tuple(words.split()) for relation, words in _VALUES.items()}
+VALUES = {relation: tuple(words.split()) for relation, words in _TABLES["values"].items()}
 """Relations that questions ask for, and their values."""
 
 PEOPLE_PER_WORLD = 6

@@ -23,20 +23,14 @@ from lockstep.envs.math.grading import Form, grade_reply, math_verify_child
 from lockstep.envs.math.problem_sets import PUBLIC, Problem, read_problems
 from lockstep.envs.math.problems import Kind, make_problem
 from lockstep.errors import DataError
+from lockstep.tables import tables_beside
 from lockstep.types import Message, Task
 
 Source = Literal["arithmetic", "chain", "gsm8k", "dapo", "aime", "file"]
 _GENERATED: dict[str, Kind] = {"arithmetic": "word", "chain": "chain"}
 """Sources whose problems a program makes."""
 
-FORM_INSTRUCTIONS: dict[Form, str] = {
-    "boxed": "Reason step by step, and put your final answer within \\boxed{}.",
-    "hashes": "Reason step by step. Write the final answer, a number alone, on the last line after "
-    "####.",
-    "tag": "Reason step by step, and write the final answer as <answer>...</answer>.",
-    "answer_line": "Reason step by step. The last line is of the form Answer: ...",
-    "last_number": "Reason step by step, and end with the final answer.",
-}
+FORM_INSTRUCTIONS: dict[Form, str] = tables_beside(__file__)["form_instructions"]
 TOOL_INSTRUCTIONS = " You can run Python code with the tool python before you answer."
 FAILED = "error"
 """Result of a call whose code failed, if errors are not explained."""

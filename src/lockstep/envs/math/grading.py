@@ -19,6 +19,7 @@ from typing import Any, Literal
 from lockstep.children import Child, serve
 from lockstep.errors import ChildError
 from lockstep.system import limit_process
+from lockstep.tables import tables_beside
 
 Form = Literal["boxed", "hashes", "tag", "answer_line", "last_number"]
 """Place of the final answer in a reply. boxed: in the last `\\boxed{}`. hashes: after the last
@@ -219,16 +220,10 @@ _TEXT_UNIT = re.compile(
 _PERCENT = re.compile(r"(?<=[0-9.}]) ?%")
 _CIRCLE = re.compile(r"(?:\^ ?\{? ?\\circ ?\}?|\\degree|\u00b0) ?[CF]?$")
 _UNIT = re.compile(r"(?<=[0-9.}]) ?([A-Za-z][A-Za-z/ .-]*)(?:\^\{?[23]\}?|[\u00b2\u00b3])?$")
-_UNIT_TEXT = """
-mm cm m km in ft yd mi g kg mg lb lbs oz l L ml mL s sec min h hr hrs am pm mph kph
-"""
-_GLUED_UNITS = frozenset(_UNIT_TEXT.split())
-"""Units that may follow digits without a space, or be a single letter. 5x has no unit."""
-_MULTIPLIERS = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
-_NO_UNITS = frozenset(
-    ("and", "or", "to", "plus", "minus", "times", "over", "dozen", "half", "trillion", "pi", "sqrt")
-)
-"""Words that change the number before them, and so are no units."""
+_TABLES = tables_beside(__file__)
+_GLUED_UNITS = frozenset(_TABLES["glued_units"].split())
+_MULTIPLIERS: dict[str, int] = _TABLES["multipliers"]
+_NO_UNITS = frozenset(_TABLES["no_units"].split())
 
 
 def parse_number(text: str) -> Fraction | None:

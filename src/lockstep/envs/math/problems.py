@@ -13,24 +13,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from lockstep.tables import tables_beside
+
 Kind = Literal["word", "chain"]
 
-_NAMES = "Bela Mira Otto Lena Hugo Nina Ivan Sara Emil Rosa"
-NAMES = tuple(_NAMES.split())
-THINGS = ("apples", "books", "coins", "pens", "shells", "stamps")
-
-GAINS = (
-    "{name} finds {number} more.",
-    "{name} buys {number} {things}.",
-    "{name} gets {number} from {other}.",
-)
-LOSSES = (
-    "{name} loses {number}.",
-    "{name} sells {number} {things}.",
-    "{name} gives {other} {number}.",
-)
-DISTRACTORS = ("{other} has {number} {things}.", "{other} finds {number} {things}.")
-"""Irrelevant facts: numbers of another person."""
+_TABLES = tables_beside(__file__)
+NAMES, THINGS = _TABLES["names"].split(), _TABLES["things"].split()
+GAINS, LOSSES, DISTRACTORS = (_TABLES[name] for name in ("gains", "losses", "distractors"))
+"""Sentences of a word problem. Distractors are irrelevant: numbers of another person."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from lockstep.children import serve
 from lockstep.config import did_you_mean, from_dict
 from lockstep.errors import ConfigError, DataError
 from lockstep.system import limit_process
+from lockstep.tables import tables_beside
 
 MAX_MEMORY_BYTES = 4 << 30
 MAX_DRAWS = 1000
@@ -41,29 +42,10 @@ MAX_DRAWS = 1000
 OWNED = ("seed", "size")
 """Fields of a dataset's config that Lockstep sets: each task is item 0 of its own dataset."""
 
-REFUSED = {
-    "composite": "a mixture is task=mixture, with a part for each dataset",
-    "game_of_life_halting": "its verifier gives 1 to every answer that is not empty: it compares "
-    "truth values, and the text 'False' is true",
-}
-
-LITERAL_MODULES = (
-    "algorithmic.binary_matrix",
-    "algorithmic.number_sorting",
-    "algorithmic.spiral_matrix",
-    "algorithmic.string_insertion",
-    "games.n_queens",
-)
-"""Modules whose verifiers `eval` the answer, which should be a Python list."""
-EXPRESSION_MODULES = ("games.countdown", "games.puzzle24")
-"""Modules whose verifiers import sympy's `parse_expr`, which evaluates; three more call it as
-`sympy.parse_expr`."""
-
-_FUNCTION_NAMES = """
-Abs acos acosh asin asinh atan atanh cos cosh cot csc erf exp factorial ln log sec sin sinh sqrt
-tan tanh
-"""
-MATH_FUNCTIONS = frozenset(_FUNCTION_NAMES.split())
+_TABLES = tables_beside(__file__)
+REFUSED: dict[str, str] = _TABLES["refused"]
+"""Dataset that cannot be trained on -> the reason."""
+MATH_FUNCTIONS = frozenset(_TABLES["math_functions"].split())
 MAX_EXPRESSION_CHARS = 2000
 MAX_EXPONENT = 1000
 
@@ -109,7 +91,7 @@ def _is_small(nodes: list[ast.expr]) -> bool:
 
 def guard_verifiers() -> None:
     """Replaces each `eval` that an answer can reach by `literal_eval` or a checked parser."""
-    for name in LITERAL_MODULES:
+    for name in _TABLES["literal_modules"]:
         importlib.import_module(f"reasoning_gym.{name}").eval = ast.literal_eval  # type: ignore[attr-defined]
     parse: Callable[..., Any] = sympy.parse_expr
 
@@ -119,7 +101,7 @@ def guard_verifiers() -> None:
         return parse(text, *args, **kwargs)
 
     sympy.parse_expr = checked
-    for name in EXPRESSION_MODULES:
+    for name in _TABLES["expression_modules"]:
         importlib.import_module(f"reasoning_gym.{name}").parse_expr = checked  # type: ignore[attr-defined]
 
 

@@ -22,6 +22,7 @@ from lockstep.errors import (
     DataError,
     require_package,
 )
+from lockstep.tables import tables_beside
 from lockstep.types import Message, Task
 
 START_SECONDS = 120.0
@@ -31,11 +32,7 @@ DRAW_SECONDS = 120.0
 
 AnswerRule = Literal["tag", "last_line", "whole"]
 
-INSTRUCTIONS: dict[AnswerRule, str] = {
-    "tag": "Give your final answer between <answer> and </answer>, and nothing else between them.",
-    "last_line": "Give your final answer alone on the last line.",
-    "whole": "Reply with the answer alone.",
-}
+INSTRUCTIONS: dict[AnswerRule, str] = tables_beside(__file__)["instructions"]
 
 
 @dataclass(frozen=True, kw_only=True)
