@@ -242,11 +242,12 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
-def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """path -> (before, after) of every setting that differs between two JSON forms."""
-    left, right = flatten(before), flatten(after)
-    paths = list(dict.fromkeys([*left, *right]))
-    return {p: (left.get(p), right.get(p)) for p in paths if left.get(p) != right.get(p)}
+def differences(*trees: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """path -> values of every setting that is not the same in all of these JSON forms; None where
+    one has no such setting."""
+    flat = [flatten(tree) for tree in trees]
+    found = {path: tuple(of.get(path) for of in flat) for each in flat for path in each}
+    return {path: values for path, values in found.items() if any(v != values[0] for v in values)}
 
 
 FILE_FORMS = (".json", ".yaml", ".yml", ".toml")

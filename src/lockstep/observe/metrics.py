@@ -38,25 +38,23 @@ class Metric:
 
 
 _COPIES = {"mismatch_after/": "After the update: ", "mismatch_averaged/": "Averaged behaviour: "}
-"""Room with the same metrics as mismatch/ -> what begins their meaning."""
+"""Room with the same metrics as mismatch/, but support_bias, which is measured once -> what begins
+their meaning."""
 
 
 def _read(tables: Mapping[str, Any]) -> list[Metric]:
     """The metrics of tables: one for each room, with an array for each metric."""
-
-    def of_room(room: str, rows: Mapping[str, Sequence[Any]], begin: str = "") -> list[Metric]:
-        return [
-            Metric(name=f"{room}{name}", unit=unit, better=better, meaning=f"{begin}{meaning}")
-            for name, (unit, better, meaning) in rows.items()
-        ]
-
-    found: list[Metric] = []
+    rooms: list[tuple[str, str, Mapping[str, Any]]] = []
     for room, rows in tables.items():
-        found += of_room(room, rows)
+        rooms.append((room, "", rows))
         if room == "mismatch/":
-            del rows["support_bias"]  # measured once
-            found += [m for copy, begin in _COPIES.items() for m in of_room(copy, rows, begin)]
-    return found
+            once = {name: row for name, row in rows.items() if name != "support_bias"}
+            rooms += [(copy, begin, once) for copy, begin in _COPIES.items()]
+    return [
+        Metric(name=f"{room}{name}", unit=unit, better=better, meaning=f"{begin}{meaning}")
+        for room, begin, rows in rooms
+        for name, (unit, better, meaning) in rows.items()
+    ]
 
 
 METRICS = tuple(_read(tables_beside(__file__)))

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lockstep.config import flatten
+from lockstep.config import differences, flatten
 from lockstep.errors import DataError, RunError
 from lockstep.observe.alarms import (
     CRITICAL_LIMIT,
@@ -306,26 +306,22 @@ def build_figures(
 ) -> dict[str, Any]:
     """The part of the report that is not about trajectories."""
     configs = [flatten(run.config) for run in runs]
-    differences = _differences(configs)
-    groups = _groups(runs, configs, [difference["key"] for difference in differences])
+    found = differences(*configs)
+    groups = _groups(runs, configs, [*found])
     group_of = {run: index for index, group in enumerate(groups) for run in group["runs"]}
-    series = [_series(run) for run in runs]
+    series, pairs = [_series(run) for run in runs], zip(configs, recipes, strict=True)
+    changed = [None if own is None else _listed(differences(config, own)) for config, own in pairs]
     return {
         "limits": {"warning": WARNING_LIMIT, "critical": CRITICAL_LIMIT},
         "runs": [
-            {
-                **_identity(run),
-                **part,
-                "group": group_of[index],
-                "changed": None if recipe is None else _differences([configs[index], recipe]),
-            }
-            for index, (run, part, recipe) in enumerate(zip(runs, series, recipes, strict=True))
+            {**_identity(run), **series[at], "group": group_of[at], "changed": changed[at]}
+            for at, run in enumerate(runs)
         ],
         "groups": groups,
         "metrics": _meanings(series),
         "held_out": _held_out(runs),
         "headlines": _headlines(runs, groups),
-        "config_differences": differences,
+        "config_differences": _listed(found),
     }
 
 
@@ -471,14 +467,8 @@ def _short(key: str, keys: Sequence[str]) -> str:
     return last if sum(other.rpartition(".")[2] == last for other in keys) == 1 else key
 
 
-def _differences(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Settings that are not the same in all runs; None where a run has no such setting."""
-    keys = dict.fromkeys(key for config in configs for key in config)
-    return [
-        {"key": key, "values": [config.get(key) for config in configs]}
-        for key in keys
-        if any(config.get(key) != configs[0].get(key) for config in configs)
-    ]
+def _listed(found: Mapping[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
+    return [{"key": key, "values": [*values]} for key, values in found.items()]
 
 
 # ---------------------------------------------------------------------------------------------
