@@ -17,6 +17,7 @@ from lockstep.tables import tables_beside
 
 Architecture = Literal["dense", "moe"]
 Level = Literal["unmeasured", "ok", "notice", "warning", "critical"]
+LEVELS: tuple[Level, ...] = get_args(Level)
 
 WARNING_LIMIT = 0.01
 CRITICAL_LIMIT = 0.1
@@ -76,7 +77,7 @@ def mismatch_alarm(
     for seat, row in policy_rows(metrics).items():
         alarm = _judged(row, architecture, is_one_process=is_one_process)
         alarms.append(replace(alarm, text=f"{seat}: {alarm.text}") if seat else alarm)
-    return max(alarms, key=lambda alarm: get_args(Level).index(alarm.level))
+    return max(alarms, key=lambda alarm: LEVELS.index(alarm.level))
 
 
 def policy_rows(metrics: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -80,7 +80,8 @@ class Tokenizer:
         """Number of tokens that `encode` has produced: the cost of tokenization."""
         self.vocab_size: int = 1 + max((*text_tokens, *control_tokens.values()), default=-1)
         """Largest id plus 1. A model's vocabulary may be larger: it is often padded."""
-        self.control_ids: frozenset[int] = frozenset(control_tokens.values())
+        self._control_names = {id_: name for name, id_ in control_tokens.items()}
+        self.control_ids: frozenset[int] = frozenset(self._control_names)
         """Ids of all added tokens that are not text, "special" or not."""
         self._token_bytes = [b""] * self.vocab_size
         for id_, piece in text_tokens.items():
@@ -215,9 +216,7 @@ class Tokenizer:
 
     def control_name(self, id_: int) -> str:
         """Returns the name of a control id, such as `<|end|>`. Raises KeyError for any other id."""
-        if id_ not in self.control_ids:
-            raise KeyError(id_)
-        return self._token_bytes[id_].decode()
+        return self._control_names[id_]
 
     # -- ids to text --------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ import math
 import os
 import re
 import statistics
-import tomllib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,10 +32,10 @@ from lockstep.config import differences, flatten
 from lockstep.errors import DataError, RunError
 from lockstep.observe.alarms import (
     CRITICAL_LIMIT,
+    LEVELS,
     WARNING_LIMIT,
     Alarm,
     Architecture,
-    Level,
     mismatch_alarm,
     normal_band,
     spells,
@@ -46,6 +45,7 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.store.files import encode_number, write_atomically
 from lockstep.store.run import Address, Run
 from lockstep.store.trajectories import TRAINED, TrajectoryRecord, TrajectorySummary, read_row
+from lockstep.tables import tables_beside
 from lockstep.types import Float32Array
 
 # Steps whose summaries are looked at. Beyond it every n-th step is, the last included.
@@ -86,7 +86,7 @@ def select(
         num_stored += len(candidates)
         spent = 0
         num_left = num_trajectories - len(documents)
-        has_alarm = worst_alarm(run).level in _LEVELS[_LEVELS.index("notice") :]
+        has_alarm = worst_alarm(run).level in LEVELS[LEVELS.index("notice") :]
         for candidate, reasons in _choose(candidates, num_left // runs_left, has_alarm=has_alarm):
             size = candidate.summary.num_tokens
             # One is always shown, however long.
@@ -192,7 +192,7 @@ def _first(documents: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -> dict[
     """The trajectory that is shown first, and why: of the run with the worst alarm."""
     if not documents:
         return None
-    levels = [_LEVELS.index(worst_alarm(run).level) for run in runs]
+    levels = [LEVELS.index(worst_alarm(run).level) for run in runs]
     index = max(range(len(documents)), key=lambda at: (levels[documents[at]["run"]], -at))
     reason = documents[index]["why"][0]
     return {"index": index, "why": _FIRST.get(reason, reason)}
@@ -259,7 +259,6 @@ NUM_LAST_STEPS = 10
 """A single step's mean reward is noisy: results are means of the first and last ten."""
 
 _MAX_POINTS = 1000
-_LEVELS: tuple[Level, ...] = ("unmeasured", "ok", "notice", "warning", "critical")
 # Runs of one experiment may differ in these settings: they are repeats of each other.
 _REPEAT_KEYS = frozenset({"seed", "out", "name", "run_name", "resume"})
 
@@ -384,7 +383,7 @@ def worst_alarm(run: Run) -> Alarm:
     return max(
         alarms,
         # NaN compares with nothing: within one level, a value that is not a number is the worst.
-        key=lambda a: (_LEVELS.index(a.level), float("inf") if a.value != a.value else a.value),
+        key=lambda a: (LEVELS.index(a.level), float("inf") if a.value != a.value else a.value),
         default=judge({}),
     )
 
@@ -511,7 +510,7 @@ def _headlines(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]]) -> list
             ends[arm] = [_ends(run.values(name), 1) for run in runs]
     limits = {"warning": WARNING_LIMIT, "critical": CRITICAL_LIMIT, "num_last": NUM_LAST_STEPS}
     out: list[dict[str, Any]] = []
-    for name, texts in tomllib.loads(_read("headlines.toml")).items():
+    for name, texts in tables_beside(__file__, "headlines.toml").items():
         if name not in ends:
             continue
         values = [
@@ -536,7 +535,7 @@ def _tile(name: str, members: Sequence[tuple[Ends, Alarm]]) -> dict[str, Any]:
     starts = [start for (start, _), _ in members if start is not None]
     finals = [final for (_, final), _ in members if final is not None]
     is_worst = name == _WORST
-    level = max((alarm.level for _, alarm in members), key=_LEVELS.index) if is_worst else None
+    level = max((alarm.level for _, alarm in members), key=LEVELS.index) if is_worst else None
     choose = max if is_worst else statistics.fmean
     return {
         "value": encode_number(choose(finals)) if finals else None,

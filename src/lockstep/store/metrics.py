@@ -28,9 +28,8 @@ class JsonlLogger:
         self.path = Path(path)
         content = self.path.read_bytes() if self.path.exists() else b""
         if not content.endswith(b"\n"):
-            write_atomically(
-                self.path, lambda file: file.write(content[: content.rfind(b"\n") + 1])
-            )
+            whole = content[: content.rfind(b"\n") + 1]
+            write_atomically(self.path, lambda file: file.write(whole))
         self._last_step = max((row["step"] for row in read_rows(self.path)), default=None)
         self._open()
 

@@ -110,11 +110,6 @@ class _Node:
     def __str__(self) -> str:
         return f"{self.name} ({self.target})"
 
-    @property
-    def is_sized(self) -> bool:
-        """True if its result may be larger than its broadcast arguments."""
-        return self.target.rpartition(".")[2] in _SIZED
-
 
 class GraphLoss:
     """A loss that a client uploaded, with the methods of `losses.Loss`.
@@ -349,10 +344,10 @@ def _call(node: _Node, values: Mapping[str, Any]) -> Any:
     """The result of a node. Raises ValueError before it takes too much memory."""
     args, kwargs = _filled(node.args, values), _filled(node.kwargs, values)
     tensors = [x for x in _leaves((args, kwargs)) if isinstance(x, Tensor)]
-    is_index = node.function is operator.getitem
+    is_index, is_sized = node.function is operator.getitem, node.target.split(".")[-1] in _SIZED
     _check_python(node, args, kwargs, tensors)
     _check_size(math.prod(_broadcast([x.shape for x in tensors])))
-    if node.is_sized or (is_index and any(x.dtype != torch.bool for x in tensors[1:])):
+    if is_sized or (is_index and any(x.dtype != torch.bool for x in tensors[1:])):
         # The shape is found on the meta device, without memory.
         device = {"device": "meta"} if "device" in kwargs or not tensors else {}
         _check_result(node.function(*_on_meta(args), **_on_meta(kwargs) | device))

@@ -86,14 +86,6 @@ class TinkerRun:
 
     # -- order ------------------------------------------------------------------------------------
 
-    def check_ahead(self, seq_id: int) -> None:
-        """Raises TinkerError for a number that cannot be the client's."""
-        if seq_id > self.next_seq_id + MAX_AHEAD:
-            raise invalid(
-                f"seq_id={seq_id} of {self.record.id}: the next one is {self.next_seq_id}, and at "
-                f"most {MAX_AHEAD} are held. Count by one for each request."
-            )
-
     def submit(self, request: Accepted) -> None:
         """Takes a request that the journal has."""
         self._held[request.seq_id] = request
@@ -500,7 +492,11 @@ class Models:
         request = Accepted(run.record.session, run.record.id, seq_id, kind, raw, digest=digest)
 
         def read() -> Any:
-            run.check_ahead(seq_id)
+            if seq_id > run.next_seq_id + MAX_AHEAD:
+                raise invalid(
+                    f"seq_id={seq_id} of {run.record.id}: the next one is {run.next_seq_id}, and "
+                    f"at most {MAX_AHEAD} are held. Count by one for each request."
+                )
             try:
                 return self._checked(run, kind, body, is_new=True)
             except Refusal as error:

@@ -170,7 +170,10 @@ def trace_datum(
                 (runs if _has_logprobs_of(datum, run, is_trained) else others).append(run)
         if is_policy:
             _compare_runs(datum, runs, is_trained)
-        at = _first_foreign(runs, is_trained & is_policy)
+        is_foreign = is_trained & is_policy
+        for run in runs:
+            is_foreign[run.here] = False
+        at = _first(is_foreign)
         if at is not None and has_spans and not unknown:
             text = "it is trained, and its span says that it was part of a prompt"
             raise _Difference(at, "observation_trained", text)
@@ -188,14 +191,6 @@ def trace_datum(
         versions[run.begin : run.begin + len(of_run)] = of_run
     position = -1 if at is None else at
     return Provenance(status=status, versions=versions, cause=cause, position=position, text=text)
-
-
-def _first_foreign(runs: list[_Run], is_trained: Bools) -> int | None:
-    """The first trained target that is in no run."""
-    is_foreign = is_trained.copy()
-    for run in runs:
-        is_foreign[run.here] = False
-    return _first(is_foreign)
 
 
 def _read_spans(datum: Datum, lookup: Lookup, runs: list[_Run]) -> str:

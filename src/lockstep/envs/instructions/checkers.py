@@ -293,10 +293,6 @@ def _relation(value: Any) -> str:
     return value
 
 
-def _letter(value: Any) -> str:
-    return _text(value).lower()  # a letter of another script may be several characters
-
-
 def _language(value: Any) -> str:
     code = _text(value).partition("-")[0].lower()
     if code not in LANGUAGES:
@@ -311,7 +307,7 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {
         ("keyword", "first_word", "postscript_marker", "section_spliter", "end_phrase"), _text
     ),
     "prompt_to_repeat": _text,
-    "letter": _letter,
+    "letter": lambda value: _text(value).lower(),  # in some scripts several characters
     "language": _language,
     "nth_paragraph": partial(_count, least=1),
 }

@@ -48,6 +48,7 @@ REFUSED: dict[str, str] = _TABLES["refused"]
 MATH_FUNCTIONS = frozenset(_TABLES["math_functions"].split())
 MAX_EXPRESSION_CHARS = 2000
 MAX_EXPONENT = 1000
+_SAFE_NODES = (ast.Expression, ast.UnaryOp, ast.UAdd, ast.USub, ast.operator, ast.Load)
 
 
 # -- answers that are evaluated -------------------------------------------------------------------
@@ -70,10 +71,8 @@ def check_expression(text: str) -> None:
                 is_safe = _is_small([node.right])
             case ast.BinOp(op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div()):
                 is_safe = True
-            case ast.Expression() | ast.UnaryOp() | ast.UAdd() | ast.USub():
-                is_safe = True
             case _:
-                is_safe = isinstance(node, ast.operator | ast.Load)
+                is_safe = isinstance(node, _SAFE_NODES)
         if not is_safe:
             raise ValueError(f"{type(node).__name__}: not arithmetic over numbers of bounded size")
 
