@@ -46,8 +46,8 @@ class FileTasks(HeldOutTasks):
     """Base of task kinds that read a file of tasks."""
 
     IS_BASE: ClassVar[bool] = True
-    is_generating: ClassVar[bool] = False
-    """True if `_make` generates tasks where no path is given."""
+    _make: ClassVar[Callable[..., Task] | None] = None
+    """(seed, index) -> a task, for kinds that generate tasks where no path is given."""
 
     path: str = ""
     """JSONL with a task per line: any object. Without an "id" the line number is its id."""
@@ -60,13 +60,13 @@ class FileTasks(HeldOutTasks):
         require(self, eval_path=(is_given, "given with path"))
 
     def check(self) -> None:
-        if self.path or not self.is_generating:
+        if self.path or not self._make:
             _ = self.splits
 
     def tasks(self, *, split: Split, seed: int) -> TaskSource:
         """Training: the file's tasks, reshuffled in each epoch. Evaluation: once, in its order.
         Generated tasks: endless, one stream per split and seed."""
-        if not self.path and self.is_generating:
+        if not self.path and self._make:
             return GeneratedSource(self._make, seed=seed, split=split)
         return ListSource.of_split(self.splits[split], split=split, seed=seed, name=self.path)
 
@@ -76,9 +76,6 @@ class FileTasks(HeldOutTasks):
 
     def _read(self, path: str) -> list[Task]:
         return read_tasks(path)
-
-    def _make(self, seed: int, index: int) -> Task:
-        raise NotImplementedError
 
     @cached_property
     def splits(self) -> dict[str, list[Task]]:

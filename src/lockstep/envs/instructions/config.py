@@ -32,7 +32,6 @@ class InstructionsConfig(FileTasks):
     """
 
     TAG: ClassVar[str] = "instructions"
-    is_generating: ClassVar[bool] = True
     may_hold_out_all: ClassVar[bool] = True
 
     path: str = ""

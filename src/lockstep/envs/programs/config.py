@@ -21,8 +21,6 @@ from lockstep.types import Task
 class _AgentTasks(FileTasks):
     """Base of tasks for finished agents."""
 
-    is_generating: ClassVar[bool] = True
-
     path: str = ""
     """JSONL file with one task per line: any object; without an "id" the line number is taken.
     Empty: endless tasks with nothing but a `seed`, for agents that make their own."""
