@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 CLOSE_SECONDS = 30.0
 """Seconds at the end of a run for the rows that a tracker has not taken yet."""
-MODULES = {
-    "tensorboard": "tensorboard.plugins.text.summary_v2",
-    "prometheus": "prometheus_client",
-}
+MODULES = {"tensorboard": "tensorboard.plugins.text.summary_v2", "prometheus": "prometheus_client"}
 """Logger -> its module, where that has another name."""
 
 

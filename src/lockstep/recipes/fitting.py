@@ -21,15 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.agent.references import check_not_importing, reference_to
-from lockstep.config import (
-    FILE_FORMS,
-    flatten,
-    from_settings,
-    merged,
-    nested,
-    overlaid,
-    read_tree,
-)
+from lockstep.config import FILE_FORMS, flatten, from_settings, merged, nested, overlaid, read_tree
 from lockstep.envs.custom import MAX_TASKS, CustomConfig, Reward
 from lockstep.errors import ConfigError, located
 from lockstep.models.config import ModelConfig

@@ -229,9 +229,6 @@ def rendered_anew(
         number[begin:end] = t
         num_same.append(int((ids[begin:end] == turn.token_ids[:size]).sum()))
     row = Sample(
-        id=id,
-        token_ids=ids,
-        loss_mask=mask,
-        columns={"rollout_logprobs": logprobs, "turn": number},
+        id=id, token_ids=ids, loss_mask=mask, columns={"rollout_logprobs": logprobs, "turn": number}
     )
     return row, num_same

@@ -300,10 +300,7 @@ def _eos_ids(path: Path, vocab_size: int) -> tuple[int, ...]:
 
 
 def _merge(
-    pieces: list[str],
-    ranks: Mapping[tuple[str, ...], int],
-    prob: float,
-    generator: random.Random,
+    pieces: list[str], ranks: Mapping[tuple[str, ...], int], prob: float, generator: random.Random
 ) -> list[str]:
     """Merges one word by byte-pair encoding, skipping each candidate with `prob` at each step."""
     while True:

@@ -67,11 +67,7 @@ def text_parameters(tools: Iterable[ToolSchema]) -> TextParameters:
 
 
 def read_xml_call(
-    text: str,
-    schemas: TextParameters,
-    dialect: TagDialect = DIALECTS["qwen"],
-    *,
-    mark: str = "",
+    text: str, schemas: TextParameters, dialect: TagDialect = DIALECTS["qwen"], *, mark: str = ""
 ) -> ToolCall | str:
     """Reads one call; its arguments become JSON. Returns the reason, as text, if it is malformed.
 

@@ -64,11 +64,7 @@ class _Candidate(NamedTuple):
 
 
 def select(
-    runs: Sequence[Run],
-    *,
-    num_trajectories: int,
-    num_tokens: int,
-    warn: Callable[[str], object],
+    runs: Sequence[Run], *, num_trajectories: int, num_tokens: int, warn: Callable[[str], object]
 ) -> tuple[list[dict[str, Any]], int, int]:
     """Chooses trajectories within these limits, evenly over the runs, and reads only these.
 
@@ -276,10 +272,7 @@ def build_document(
     `write_report`."""
     damaged: dict[str, None] = {}
     documents, num_stored, num_left_out = select(
-        runs,
-        num_trajectories=num_trajectories,
-        num_tokens=num_tokens,
-        warn=damaged.setdefault,
+        runs, num_trajectories=num_trajectories, num_tokens=num_tokens, warn=damaged.setdefault
     )
     used: list[set[int]] = [set() for _ in runs]
     for document in documents:

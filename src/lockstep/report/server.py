@@ -196,10 +196,7 @@ class ReportServer(ThreadingHTTPServer):
     def _report(self, run: Run) -> dict[str, Any]:
         live = {"version": _version(run), **_state(run)}
         document = build_document(
-            [run],
-            tokenizers=[self._tokenizer(run)],
-            recipes=[self._recipe_of(run)],
-            title=run.name,
+            [run], tokenizers=[self._tokenizer(run)], recipes=[self._recipe_of(run)], title=run.name
         )
         return {**document, "live": live}
 

@@ -122,10 +122,7 @@ class Futures:
         """Request -> set when it is settled."""
 
     def accept(
-        self,
-        request: Accepted,
-        read: Callable[[], Any],
-        start: Callable[[Accepted], object],
+        self, request: Accepted, read: Callable[[], Any], start: Callable[[Accepted], object]
     ) -> dict[str, Any]:
         """Accepts a request, unless it came before: a client may send it several times. Returns the
         beginning of the answer.

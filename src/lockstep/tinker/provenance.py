@@ -361,10 +361,7 @@ def _find_runs(datum: Datum, lookup: Lookup, index: DrawnIndex, is_trained: Bool
 
 
 def _exact_runs(
-    datum: Datum,
-    prompts: list[tuple[int, list[str]]],
-    lookup: Lookup,
-    places: Bools,
+    datum: Datum, prompts: list[tuple[int, list[str]]], lookup: Lookup, places: Bools
 ) -> list[_Run] | None:
     """Whole replies with the datum's ids and log-probs that together drew all trained targets, or
     all sampled ones; None if there are none. A reply to a prompt may begin another reply to it, or
@@ -407,11 +404,7 @@ def _exact_runs(
 
 
 def _best_fit(
-    datum: Datum,
-    begin: int,
-    names: list[str],
-    lookup: Lookup,
-    is_sampled: Bools,
+    datum: Datum, begin: int, names: list[str], lookup: Lookup, is_sampled: Bools
 ) -> _Run | None:
     """The one of some replies to a prompt that a datum has from target `begin` on, with a defect:
     the same ids up to the end of the sampled targets, or else the most of the log-probs. None if

@@ -15,13 +15,7 @@ from lockstep.agent.task_config import Split
 from lockstep.agent.tasks import GeneratedSource, TaskSource
 from lockstep.children import Child
 from lockstep.envs.data_files import HeldOutTasks
-from lockstep.errors import (
-    ChildError,
-    ChildRefusal,
-    ChildTimeoutError,
-    DataError,
-    require_package,
-)
+from lockstep.errors import ChildError, ChildRefusal, ChildTimeoutError, DataError, require_package
 from lockstep.tables import tables_beside
 from lockstep.types import Message, Task
 

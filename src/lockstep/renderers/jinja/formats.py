@@ -17,12 +17,7 @@ from typing import Any, Literal
 from lockstep.renderers.calls import ReadTurn, load_json, read_call, read_call_list
 from lockstep.renderers.jinja.marks import Marks, unmarked
 from lockstep.renderers.pieces import first_difference
-from lockstep.renderers.xml_calls import (
-    DIALECTS,
-    TextParameters,
-    read_xml_call,
-    scan_xml_call,
-)
+from lockstep.renderers.xml_calls import DIALECTS, TextParameters, read_xml_call, scan_xml_call
 from lockstep.types import ToolCall
 
 
@@ -185,12 +180,7 @@ def _opening(format: CallFormat) -> str:
 
 
 def _read_blocks(
-    text: str,
-    format: CallFormat,
-    schemas: TextParameters,
-    mark: str,
-    turn: ReadTurn,
-    names: Names,
+    text: str, format: CallFormat, schemas: TextParameters, mark: str, turn: ReadTurn, names: Names
 ) -> None:
     opening = _opening(format)
     at, is_behind_call = 0, False

@@ -41,13 +41,7 @@ from lockstep.renderers.jinja.shape import (
     with_inline,
 )
 from lockstep.renderers.jinja.template import ChatTemplate, TemplateRefusal, read_template
-from lockstep.renderers.pieces import (
-    Piece,
-    encode_pieces,
-    refuse_replies,
-    require_reply,
-    split_ids,
-)
+from lockstep.renderers.pieces import Piece, encode_pieces, refuse_replies, require_reply, split_ids
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.renderers.xml_calls import arguments_of, text_parameters
 from lockstep.types import Message, ToolSchema

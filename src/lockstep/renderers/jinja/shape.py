@@ -152,9 +152,7 @@ class ShapeFinder:
             if not before.startswith(shape.opening):
                 return None if is_closed else Thinking(key="", open="", close=behind)
             return Thinking(
-                key=key,
-                open=before[len(shape.opening) :],
-                close=behind.partition(WORDS)[0],
+                key=key, open=before[len(shape.opening) :], close=behind.partition(WORDS)[0]
             )
         if "<think>" in rest and not is_closed:
             return Thinking(key="", open="", close="\n</think>\n\n")
