@@ -72,14 +72,12 @@ class MixtureConfig(TaskConfig):
     def tasks(self, *, split: Split, seed: int) -> TaskSource:
         """The part of a task depends on (seed, split, number of tasks before it). Each part has its
         own seed, so two parts of one kind draw different tasks."""
-        return MixtureSource(
-            {
-                name: part.tasks(split=split, seed=derive_seed("part", name, seed))
-                for name, part in self.parts.items()
-            },
-            weights={name: self.weights.get(name, 1.0) for name in self.parts},
-            seed=derive_seed("mixture", split, seed),
-        )
+        sources = {
+            name: part.tasks(split=split, seed=derive_seed("part", name, seed))
+            for name, part in self.parts.items()
+        }
+        weights = {name: self.weights.get(name, 1.0) for name in self.parts}
+        return MixtureSource(sources, weights=weights, seed=derive_seed("mixture", split, seed))
 
     def first_tasks(self, *, split: Split, seed: int) -> list[Task]:
         """The first tasks of each part, since their prompts differ."""

@@ -138,15 +138,14 @@ class OpenEnvEnvironment(Environment):
         self._is_over = False
         if config.action == "tool":
             schema = config._schema
-            self.tools = (
-                Tool(
-                    name=config.action_name,
-                    description=schema.get("description", "").strip() or "Acts in the environment.",
-                    parameters={k: v for k, v in schema.items() if k != "description"},
-                    function=self._act,
-                    bounds_itself=True,
-                ),
+            act = Tool(
+                name=config.action_name,
+                description=schema.get("description", "").strip() or "Acts in the environment.",
+                parameters={k: v for k, v in schema.items() if k != "description"},
+                function=self._act,
+                bounds_itself=True,
             )
+            self.tools = (act,)
         self._runner = ToolRunner(self.tools, limits)
         self._http: Any = None
         self._socket: Any = None

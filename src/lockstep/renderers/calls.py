@@ -162,14 +162,8 @@ def call_text(call: ToolCall, *, arguments_key: str = "arguments", has_id: bool 
 
 def function_json(tool: ToolSchema) -> dict[str, Any]:
     """Returns a tool in the form that chat templates expect."""
-    return {
-        "type": "function",
-        "function": {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": dict(tool.parameters),
-        },
-    }
+    named = {"name": tool.name, "description": tool.description}
+    return {"type": "function", "function": {**named, "parameters": dict(tool.parameters)}}
 
 
 def _value_text(text: str, key: str) -> str:

@@ -228,9 +228,5 @@ def _is_query(message: Message) -> bool:
 
 def _closed(properties: dict[str, Any]) -> dict[str, Any]:
     """JSON Schema of an object with exactly these."""
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
+    exactly = {"required": list(properties), "additionalProperties": False}
+    return {"type": "object", "properties": properties, **exactly}

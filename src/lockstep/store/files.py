@@ -181,11 +181,8 @@ def read_jsonl(
         if not line.strip():
             continue
         try:
-            record = json.loads(
-                line.decode("utf-8-sig" if number == 1 else "utf-8"),
-                parse_constant=constant,
-                object_pairs_hook=unique_keys,
-            )
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+            record = json.loads(text, parse_constant=constant, object_pairs_hook=unique_keys)
         except UnicodeDecodeError as error:
             raise DataError(f"{path}:{number}: not UTF-8: {error.reason}.") from error
         except (ValueError, RecursionError) as error:

@@ -191,14 +191,9 @@ class Base:
 
     def load(self, directory: Path) -> Decoder:
         """Another decoder of the same dtype, device and ops."""
-        weight, ops = self.decoder.embedding, self.decoder.ops
-        return load_checkpoint(
-            directory,
-            dtype=weight.dtype,
-            device=weight.device,
-            ops=ops,
-            vocab_size=self.decoder.config.vocab_size,
-        )
+        weight, size = self.decoder.embedding, self.decoder.config.vocab_size
+        like: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+        return load_checkpoint(directory, **like, ops=self.decoder.ops, vocab_size=size)
 
 
 @dataclass(slots=True, kw_only=True)

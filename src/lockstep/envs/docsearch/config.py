@@ -85,15 +85,11 @@ class DocSearchConfig(HeldOutTasks):
         epoch; evaluation goes once through them, in the file's order."""
         if not self.docs:
             return GeneratedSource(self._world_task, seed=seed, split=split)
-        return ListSource.of_split(
-            [
-                Task(id=q.id, payload={"question": q.question, "answer": " | ".join(q.answers)})
-                for q in self._questions[split]
-            ],
-            split=split,
-            seed=seed,
-            name=self.questions,
-        )
+        tasks = [
+            Task(id=q.id, payload={"question": q.question, "answer": " | ".join(q.answers)})
+            for q in self._questions[split]
+        ]
+        return ListSource.of_split(tasks, split=split, seed=seed, name=self.questions)
 
     def environment(self, task: Task, agent: AgentConfig) -> Environment:
         if self.docs:
@@ -117,11 +113,8 @@ class DocSearchConfig(HeldOutTasks):
 
     @cached_property
     def _library(self) -> Library:
-        return Library(
-            read_documents(self.docs),
-            chunk_chars=self.chunk_chars,
-            overlap_chars=min(OVERLAP_CHARS, self.chunk_chars[1] // 4),
-        )
+        documents, overlap = read_documents(self.docs), min(OVERLAP_CHARS, self.chunk_chars[1] // 4)
+        return Library(documents, chunk_chars=self.chunk_chars, overlap_chars=overlap)
 
     @cached_property
     def _questions(self) -> dict[str, list[Question]]:
@@ -245,16 +238,12 @@ class DocSearchEnvironment(Environment):
     async def score(self) -> Score:
         config, retrieval = self._config, self._retrieval()
         correctness = float(self.answer is not None and self._problem.is_correct(self.answer))
-        format_penalty = min(1.0, 0.5 * self.num_invalid_calls + (self.answer is None))
+        penalty = min(1.0, 0.5 * self.num_invalid_calls + (self.answer is None))
         reward = (
             config.retrieval_weight * retrieval
             + config.correctness_weight * correctness
-            - config.format_penalty_weight * format_penalty
+            - config.format_penalty_weight * penalty
         )
-        parts = {"retrieval": retrieval, "correctness": correctness}
+        parts = {"retrieval": retrieval, "correctness": correctness, "format_penalty": penalty}
         own = [config.retrieval_weight * gain for gain in self.gains if config.turn_rewards]
-        return Score(
-            reward=reward,
-            parts={**parts, "format_penalty": format_penalty},
-            turn_rewards=dict(enumerate(own)),
-        )
+        return Score(reward=reward, parts=parts, turn_rewards=dict(enumerate(own)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig
@@ -69,14 +70,9 @@ class InstructionsConfig(FileTasks):
         super().check()
 
     def environment(self, task: Task, agent: AgentConfig) -> Environment:
+        made = partial(instruction, detector=self.detector)
         turns = [
-            (
-                turn["prompt"],
-                [
-                    instruction(given["id"], given["arguments"], detector=self.detector)
-                    for given in turn["instructions"]
-                ],
-            )
+            (turn["prompt"], [made(each["id"], each["arguments"]) for each in turn["instructions"]])
             for turn in task.payload["turns"]
         ]
         if len(turns) > agent.max_turns:

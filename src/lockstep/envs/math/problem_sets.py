@@ -155,12 +155,8 @@ def read_problems(source: str, path: str, split: Split, *, bad_rows: BadRows) ->
                 )
             if why:
                 dropped.add(question)
-            by_question[question] = Problem(
-                id=f"{source}-{derive_seed(question):016x}",
-                question=question,
-                answer=answer,
-                where=where,
-            )
+            name = f"{source}-{derive_seed(question):016x}"
+            by_question[question] = Problem(id=name, question=question, answer=answer, where=where)
     problems = [p for p in by_question.values() if p.question not in dropped]
     if files and not problems:
         names = ", ".join(map(str, files))

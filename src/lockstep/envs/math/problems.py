@@ -111,9 +111,5 @@ def chain(rng: random.Random) -> Made:
         return Made(f"{begin} Then {verb} {one}. What is it?", (first, second), "chain")
     is_even = first.result % 2 == 0
     second = Operation(first.result, "+", one if is_even else two)
-    return Made(
-        f"{begin} If that is even add {one}, if odd add {two}. What is it?",
-        (first, second),
-        "choice",
-        (two if is_even else one,),
-    )
+    asked = f"{begin} If that is even add {one}, if odd add {two}. What is it?"
+    return Made(asked, (first, second), "choice", (two if is_even else one,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, Literal
 
 from lockstep import errors
@@ -120,14 +120,10 @@ class ReasoningGymEnvironment(Environment):
         if self.answer is None:
             # The verifier is not asked: some give a reply without an answer 0.01.
             return Observation(done=True, metrics={"verifier/unanswered": 1.0})
+        ask = partial(self.config.ask, "score", seconds=self.config.verifier_seconds)
+        seed = self.task.payload["seed"]
         try:
-            reply = await asyncio.to_thread(
-                self.config.ask,
-                "score",
-                seconds=self.config.verifier_seconds,
-                seed=self.task.payload["seed"],
-                answer=self.answer,
-            )
+            reply = await asyncio.to_thread(ask, seed=seed, answer=self.answer)
         except ChildTimeoutError:
             return Observation(done=True, metrics={"verifier/timeouts": 1.0})
         except ChildRefusal:

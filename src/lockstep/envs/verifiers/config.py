@@ -99,11 +99,8 @@ class VerifiersConfig(HeldOutTasks):
         agent["runtime"] = {"type": self.runtime, **agent.get("runtime", {})}
         if self.harness:
             agent["harness"] = {"id": self.harness}
-        environment = {
-            "id": self.env,
-            "taskset": {"id": self.taskset, **self.settings},
-            "agent": agent,
-        }
+        taskset = {"id": self.taskset, **self.settings}
+        environment = {"id": self.env, "taskset": taskset, "agent": agent}
         return Child(
             [self.python or sys.executable, str(Path(__file__).with_name("child.py"))],
             name="verifiers",
@@ -157,14 +154,9 @@ class VerifiersHarness(Harness):
         """Returns the mean reward of the trainable agents. Raises ToolServerError for an episode
         that verifiers report as failed."""
         with _own_errors():
-            reply = await self._child.ask_concurrently(
-                {
-                    "index": task.payload["index"],
-                    "url": f"{endpoint.base_url}/v1",
-                    "api_key": endpoint.api_key,
-                    "model": endpoint.model,
-                }
-            )
+            served = {"api_key": endpoint.api_key, "model": endpoint.model}
+            asked = {"index": task.payload["index"], "url": f"{endpoint.base_url}/v1", **served}
+            reply = await self._child.ask_concurrently(asked)
         if not reply["ok"]:
             raise ToolServerError("verifiers: " + ("; ".join(reply["errors"]) or "it failed"))
         rewards, parts = reply["rewards"], reply["parts"]

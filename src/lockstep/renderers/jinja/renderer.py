@@ -327,16 +327,9 @@ class JinjaRenderer(ShapeReader):
             raise TemplateRefusal(_sentences(str(refusal), way_out)) from None
 
     def _run(self, messages: list[Any], tools: list[Any], has_opening: bool) -> str:
-        return self._template.render(
-            {
-                "messages": messages,
-                "tools": tools or None,
-                "documents": None,
-                "add_generation_prompt": has_opening,
-                **self.text_tools,
-                **self._variables,
-            }
-        )
+        given = {"messages": messages, "tools": tools or None, "documents": None}
+        own = {"add_generation_prompt": has_opening, **self.text_tools, **self._variables}
+        return self._template.render({**given, **own})
 
     def _require_words(
         self, messages: Sequence[Message], text: str, mark: str, tools: Sequence[ToolSchema] = ()

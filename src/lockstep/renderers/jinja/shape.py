@@ -255,15 +255,13 @@ def message_dict(message: Message, shape: Shape | None) -> dict[str, Any]:
         has_text = shape is not None and shape.has_text_arguments
         if not message.content and shape is not None:
             out["content"] = shape.empty_content
+
+        def function_of(call: ToolCall) -> dict[str, Any]:
+            arguments = call.arguments if has_text else (arguments_of(call) or {})
+            return {"name": call.name, "arguments": arguments}
+
         out["tool_calls"] = [
-            {
-                "type": "function",
-                "id": call.id or "call00000",
-                "function": {
-                    "name": call.name,
-                    "arguments": call.arguments if has_text else (arguments_of(call) or {}),
-                },
-            }
+            {"type": "function", "id": call.id or "call00000", "function": function_of(call)}
             for call in message.tool_calls
         ]
     return out

@@ -49,11 +49,9 @@ class ChatTemplate:
         require_package("jinja2", extra="jinja", needed_for="renderer=jinja")
         self.source, self.where = source, where
         self._until = math.inf
-        self._child = Child.of_module(
-            "lockstep.renderers.jinja.template_worker",
-            name="the process that renders the chat template",
-            opening={"source": source, "date": date},
-        )
+        worker, opening = f"{__package__}.template_worker", {"source": source, "date": date}
+        name = "the process that renders the chat template"
+        self._child = Child.of_module(worker, name=name, opening=opening)
         self._ask(self._child.open)
 
     def render(self, variables: Mapping[str, Any]) -> str:
