@@ -300,9 +300,8 @@ class FunctionWorkers:
         """The tool, run by a worker."""
 
         async def call(**arguments: Any) -> ToolOutput:
-            return ToolOutput(
-                **await self.call(reference, limits.timeout_seconds, arguments=arguments)
-            )
+            found = await self.call(reference, limits.timeout_seconds, arguments=arguments)
+            return ToolOutput(**found)
 
         return replace(entry, function=call, bounds_itself=True, is_instant=False)
 
@@ -342,15 +341,10 @@ def _result(found: Any) -> Any:
     return asyncio.run(awaited()) if inspect.isawaitable(found) else found
 
 
-def _episode(
-    task: Mapping[str, Any],
-    messages: Sequence[Any],
-    calls: Sequence[Any],
-    left_out: Mapping[str, str],
-    **fields: Any,
-) -> Episode:
-    said, uses = tuple(map(Message.from_dict, messages)), tuple(ToolUse(**each) for each in calls)
-    return Episode(task=Columns(task, left_out), messages=said, calls=uses, **fields)
+def _episode(task: Mapping[str, Any], left_out: Mapping[str, str], **fields: Any) -> Episode:
+    fields["messages"] = tuple(map(Message.from_dict, fields["messages"]))
+    fields["calls"] = tuple(ToolUse(**each) for each in fields["calls"])
+    return Episode(task=Columns(task, left_out), **fields)
 
 
 class CustomEnvironment(ToolEnvironment):

@@ -166,9 +166,8 @@ class Trigger:
     """The setting that would change it, with a value: the first of them that the run has."""
 
 
-TRIGGERS = tuple(
-    Trigger(name=name, **row) for name, row in tables_beside(__file__, "triggers.toml").items()
-)
+_TABLES = tables_beside(__file__, "triggers.toml")
+TRIGGERS = tuple(Trigger(name=name, **row) for name, row in _TABLES.items())
 """The table of `triggers.toml`. Guard: tests/cpu/observe/test_health.py."""
 
 

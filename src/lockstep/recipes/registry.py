@@ -41,22 +41,18 @@ def _registered(function: Make, recipes: dict[str, Any]) -> Make:
 def find_recipe(name: str) -> Config:
     """The config of a recipe. Raises ConfigError with the nearest name if it is unknown."""
     if name not in RECIPES:
-        known = [*RECIPES, *SUPERVISED_RECIPES]
-        hint = ""
+        hint = did_you_mean(name, [*RECIPES, *SUPERVISED_RECIPES])
         if name in SUPERVISED_RECIPES:
             hint = " It is a recipe of `lockstep sft`."
         elif name in choices(TaskConfig):
             hint = f" It is a kind of task: take a recipe, and task={name} as a setting."
-        raise ConfigError(
-            f"no recipe, config.json or run is called {name!r}.{hint or did_you_mean(name, known)}"
-        )
+        raise ConfigError(f"no recipe, config.json or run is called {name!r}.{hint}")
     return RECIPES[name]()
 
 
 def find_supervised_recipe(name: str) -> SupervisedConfig:
     """The config of a supervised recipe. Raises ConfigError with the nearest name."""
     if name not in SUPERVISED_RECIPES:
-        raise ConfigError(
-            f"no supervised recipe is called {name!r}.{did_you_mean(name, SUPERVISED_RECIPES)}"
-        )
+        hint = did_you_mean(name, SUPERVISED_RECIPES)
+        raise ConfigError(f"no supervised recipe is called {name!r}.{hint}")
     return SUPERVISED_RECIPES[name]()

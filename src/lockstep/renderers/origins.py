@@ -228,7 +228,5 @@ def rendered_anew(
         logprobs[begin:end] = turn.logprobs[:size]
         number[begin:end] = t
         num_same.append(int((ids[begin:end] == turn.token_ids[:size]).sum()))
-    row = Sample(
-        id=id, token_ids=ids, loss_mask=mask, columns={"rollout_logprobs": logprobs, "turn": number}
-    )
-    return row, num_same
+    columns = {"rollout_logprobs": logprobs, "turn": number}
+    return Sample(id=id, token_ids=ids, loss_mask=mask, columns=columns), num_same

@@ -53,9 +53,7 @@ def split_turn(
 
 def text_of(tokenizer: Tokenizer, parts: Iterable[Piece]) -> str:
     """Returns `parts` as readable text, with control tokens by name."""
-    return "".join(
-        part if isinstance(part, str) else tokenizer.control_name(part) for part in parts
-    )
+    return "".join(p if isinstance(p, str) else tokenizer.control_name(p) for p in parts)
 
 
 def cut_at(

@@ -506,9 +506,8 @@ def _headlines(runs: Sequence[Run], groups: Sequence[Mapping[str, Any]]) -> list
     for name, texts in tables_beside(__file__, "headlines.toml").items():
         if name not in ends:
             continue
-        values = [
-            _tile(name, [(ends[name][i], alarms[i]) for i in group["runs"]]) for group in groups
-        ]
+        of_runs = list(zip(ends[name], alarms, strict=True))
+        values = [_tile(name, [of_runs[i] for i in group["runs"]]) for group in groups]
         if any(value["value"] is not None for value in values):
             told = {key: text.format(**limits) for key, text in texts.items()}
             out.append({**told, "values": values})

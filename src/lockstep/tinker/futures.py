@@ -56,9 +56,7 @@ class Sessions:
         TinkerError (404), (410)."""
         session = self.known.get(session_id)
         if session is None:
-            raise not_found(
-                f"session {session_id[:80]!r} is not known. Make another ServiceClient."
-            )
+            raise not_found(f"session {session_id!r:.80} is not known. Make another ServiceClient.")
         if session.ended:
             raise TinkerError(
                 f"session {session_id} is over: {session.ended}. Make another ServiceClient, and "
@@ -185,7 +183,10 @@ class Futures:
         request_id = body["request_id"].text()
         found = self._journal.outcome(request_id)
         if found is not None and found.state == "waiting":
-            await self._wait_for(request_id, self._config.hold_seconds)
+            event = self._settled.setdefault(request_id, asyncio.Event())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._config.hold_seconds):
+                    await event.wait()
             found = self._journal.outcome(request_id)
         if found is None:
             raise not_found(
@@ -214,10 +215,3 @@ class Futures:
         self._journal.mark_fetched(request_id)
         kind = PROTOBUF if found.kind in PROTOBUF_KINDS else "application/json"
         return Reply(body=found.result, content_type=kind)
-
-    async def _wait_for(self, name: str, seconds: float) -> None:
-        """Waits until the request is settled."""
-        event = self._settled.setdefault(name, asyncio.Event())
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await event.wait()

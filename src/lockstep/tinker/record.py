@@ -113,9 +113,7 @@ class ModelRecord:
         counts = [len(of_row) for of_row, *_ in compared]
         if num := sum(counts):
             self._num_tokens += num
-            trainer, rollout, ages, places = (
-                np.concatenate(e) for e in zip(*compared, strict=True)
-            )
+            trainer, rollout, ages, places = map(np.concatenate, zip(*compared, strict=True))
             layout = Layout.packed(counts)
             facts = TokenFacts(ages=ages, positions=places)
             self._report = self._report.merge(measure(trainer, rollout, layout=layout, facts=facts))

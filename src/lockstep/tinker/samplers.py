@@ -8,6 +8,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from lockstep.agent.gateway.reading import Value
@@ -122,10 +123,9 @@ class Samplers:
             sampler = self.find(request.target)
             asked: Sampling = request.value or self._read(Value(json.loads(request.body)), sampler)
             result = await self._draw(sampler, asked, request)
-            outcome: Done | BaseException = Done(
-                payload=wire.write_sampling(result, asked),
-                write=lambda: self._resources.origins.add(request, asked, result),
-            )
+            remember = partial(self._resources.origins.add, request, asked, result)
+            payload = wire.write_sampling(result, asked)
+            outcome: Done | BaseException = Done(payload=payload, write=remember)
         except Exception as error:
             outcome = error
         await self._futures.settle(request, outcome)

@@ -212,9 +212,8 @@ class DocSearchEnvironment(Environment):
             replies.append(self._reply(reply.content, call.id, is_invalid=is_invalid))
         self.num_calls += len(replies)
         self.gains.append(self._retrieval() - found_before)
-        return Observation(
-            messages=replies, done=self.num_calls >= self._config.max_calls, metrics=counters
-        )
+        is_last = self.num_calls >= self._config.max_calls
+        return Observation(messages=replies, done=is_last, metrics=counters)
 
     def _reply(self, text: str, call_id: str = "", *, is_invalid: bool) -> Message:
         self.num_invalid_calls += is_invalid

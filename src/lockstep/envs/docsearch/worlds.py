@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 
 from lockstep.tables import tables_beside
 
@@ -92,10 +93,8 @@ class World:
         best = max(overlaps)
         if not best:
             return []
-        found = [
-            fact for fact, overlap in zip(self.facts, overlaps, strict=True) if overlap == best
-        ]
-        return found[:num_results]
+        found = (fact for fact, num in zip(self.facts, overlaps, strict=True) if num == best)
+        return list(islice(found, num_results))
 
 
 @lru_cache(maxsize=1024)

@@ -132,10 +132,8 @@ class ReasoningGymEnvironment(Environment):
         return Observation(done=True)
 
     async def score(self) -> Score:
-        return Score(
-            reward=self.correctness,
-            parts={"correctness": self.correctness, "answered": float(self.answer is not None)},
-        )
+        parts = {"correctness": self.correctness, "answered": float(self.answer is not None)}
+        return Score(reward=self.correctness, parts=parts)
 
 
 def extract_answer(text: str, rule: AnswerRule) -> str | None:

@@ -125,9 +125,8 @@ class VerifiersConfig(HeldOutTasks):
             for index, each in enumerate(opened)
         ]
         keys = {task.id: each["key"] for task, each in zip(tasks, opened, strict=True)}
-        return split_tasks(
-            tasks, None, self.eval_share, name=f"taskset={self.taskset}", key=lambda t: keys[t.id]
-        )
+        name = f"taskset={self.taskset}"
+        return split_tasks(tasks, None, self.eval_share, name=name, key=lambda task: keys[task.id])
 
 
 @contextmanager

@@ -335,9 +335,7 @@ class JinjaRenderer(ShapeReader):
         self, messages: Sequence[Message], text: str, mark: str, tools: Sequence[ToolSchema] = ()
     ) -> None:
         """Raises RendererError if the template left out text of a message, or a tool."""
-        wanted = [
-            (f"words of the {message.role}'s message", message.content) for message in messages
-        ]
+        wanted = [(f"words of the {said.role}'s message", said.content) for said in messages]
         for what, words in [*wanted, *(("a tool", tool.name) for tool in tools)]:
             marked = self._marks.mark(words, mark).strip()
             forms = (marked, *(json.dumps(marked, ensure_ascii=a)[1:-1] for a in (False, True)))

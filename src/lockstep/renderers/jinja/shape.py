@@ -151,9 +151,8 @@ class ShapeFinder:
             before, _, behind = text.partition(THOUGHT)
             if not before.startswith(shape.opening):
                 return None if is_closed else Thinking(key="", open="", close=behind)
-            return Thinking(
-                key=key, open=before[len(shape.opening) :], close=behind.partition(WORDS)[0]
-            )
+            opened, closed = before[len(shape.opening) :], behind.partition(WORDS)[0]
+            return Thinking(key=key, open=opened, close=closed)
         if "<think>" in rest and not is_closed:
             return Thinking(key="", open="", close="\n</think>\n\n")
         return None
