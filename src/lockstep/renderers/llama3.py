@@ -88,10 +88,8 @@ class Llama3Renderer(TurnRenderer):
     def _prompt(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[Piece]:
         declared = tools if self.config.tools_in_prompt else ()
         system, rest = split_system(messages)
-        listed = "".join(
-            f"{json.dumps(function_json(tool), ensure_ascii=False, indent=4)}\n\n"
-            for tool in declared
-        )
+        shown = (json.dumps(function_json(t), ensure_ascii=False, indent=4) for t in declared)
+        listed = "".join(f"{schema}\n\n" for schema in shown)
         is_in_user_message = bool(declared) and self.config.tools_in_user_message
         head = self._dates(bool(declared))
         if declared and not is_in_user_message:

@@ -85,9 +85,8 @@ def _property_text(key: str, schema: Mapping[str, Any], indent: str) -> str:
         comments += [f"// {schema['title']}", "//"]
     variants = schema.get("oneOf")
     description = schema.get("description")
-    is_above = description is not None and not (
-        variants and variants[0].get("description") == description
-    )
+    is_of_first = bool(variants) and variants[0].get("description") == description
+    is_above = description is not None and not is_of_first
     if is_above and not variants:
         comments.append(f"// {description}")
     if examples := schema.get("examples"):

@@ -63,17 +63,15 @@ class _Candidate(NamedTuple):
     split: str
 
 
-def select(
-    runs: Sequence[Run], *, num_trajectories: int, num_tokens: int, warn: Callable[[str], object]
-) -> tuple[list[dict[str, Any]], int, int]:
+def select(runs: Sequence[Run], *, num_trajectories: int, num_tokens: int) -> dict[str, Any]:
     """Chooses trajectories within these limits, evenly over the runs, and reads only these.
 
-    Returns (their documents, number of stored trajectories, number of chosen trajectories that were
-    too long for the budget of tokens). From each run: the worst mismatches, the best and worst
-    rewards of its second half, unfinished episodes, evaluations, and an even sample of the rest.
-    warn: gets a sentence for each part that is damaged; its trajectories are left out.
+    Returns the part of the report about them. From each run: the worst mismatches, the best and
+    worst rewards of its second half, unfinished episodes, evaluations, and an even sample of the
+    rest. Trajectories of a part that is damaged are left out.
     """
-    documents: list[dict[str, Any]] = []
+    documents, damaged = list[dict[str, Any]](), dict[str, None]()
+    warn = damaged.setdefault
     num_stored = num_left_out = 0
     tokens_left = num_tokens
     for index, run in enumerate(runs):
@@ -97,7 +95,13 @@ def select(
             spent += size
             documents.append(to_document(record, run=index, split=candidate.split, why=reasons))
         tokens_left -= spent
-    return documents, num_stored, num_left_out
+    return {
+        "trajectories": documents,
+        "first": _first(documents, runs),
+        "num_stored_trajectories": num_stored,
+        "num_left_out_for_size": num_left_out,
+        "damaged": list(damaged),
+    }
 
 
 def _candidates(run: Run, warn: Callable[[str], object]) -> list[_Candidate]:
@@ -270,23 +274,16 @@ def build_document(
 ) -> dict[str, Any]:
     """The whole report as JSON. tokenizers: one per run; None shows ids. recipes: see
     `write_report`."""
-    damaged: dict[str, None] = {}
-    documents, num_stored, num_left_out = select(
-        runs, num_trajectories=num_trajectories, num_tokens=num_tokens, warn=damaged.setdefault
-    )
+    chosen = select(runs, num_trajectories=num_trajectories, num_tokens=num_tokens)
     used: list[set[int]] = [set() for _ in runs]
-    for document in documents:
+    for document in chosen["trajectories"]:
         used[document["run"]].update(*(segment["token_ids"] for segment in document["segments"]))
     return {
         "document_version": DOCUMENT_VERSION,
         "title": title,
         "generated_at": datetime.now(UTC).isoformat(timespec="seconds"),
         **build_figures(runs, recipes=recipes),
-        "trajectories": documents,
-        "first": _first(documents, runs),
-        "num_stored_trajectories": num_stored,
-        "num_left_out_for_size": num_left_out,
-        "damaged": list(damaged),
+        **chosen,
         "vocabularies": [
             to_vocabulary(ids, tokenizer) for ids, tokenizer in zip(used, tokenizers, strict=True)
         ],

@@ -195,10 +195,8 @@ class ReportServer(ThreadingHTTPServer):
 
     def _report(self, run: Run) -> dict[str, Any]:
         live = {"version": _version(run), **_state(run)}
-        document = build_document(
-            [run], tokenizers=[self._tokenizer(run)], recipes=[self._recipe_of(run)], title=run.name
-        )
-        return {**document, "live": live}
+        about = {"tokenizers": [self._tokenizer(run)], "recipes": [self._recipe_of(run)]}
+        return {**build_document([run], **about, title=run.name), "live": live}
 
     def _figures(self, run: Run, seen: str) -> dict[str, Any]:
         # Taken before the rows are read: a row that comes meanwhile is asked for again.

@@ -104,10 +104,8 @@ class OutsideEngine:
     async def qualify(self, place: Path) -> str:
         """Pushes an adapter in `place` with a large change, and one without. Returns a line for a
         person; raises EngineError if the engine does not run the weights that it was sent."""
-        view = AdapterEngine(self._engine, "qualification")
-        publisher = Publisher(
-            view, self._trainer, self._trainer.model, place=place, probed=self._of_probe
-        )
+        view, trainer = AdapterEngine(self._engine, "qualification"), self._trainer
+        publisher = Publisher(view, trainer, trainer.model, place=place, probed=self._of_probe)
         try:
             await publisher.publish(0)
         finally:
@@ -360,7 +358,8 @@ class EmbeddedBackend:
         """Draws a reply for each seed. The same request, weights and seeds give the same bits.
         sequence_ids: names of the replies; spans of a datum refer to them."""
         sampler = self._samplers[sampler_id]
-        place = {"adapter": "" if sampler.adapter is None else sampler_id, "affinity": sampler_id}
+        adapter = "" if sampler.adapter is None else sampler_id
+        place: dict[str, Any] = {"adapter": adapter, "affinity": sampler_id}
         asked = Request(id="", prompt_ids=request.prompt_ids, sampling=request.params, **place)
         draws = [
             _drawn(sampler.engine, replace(asked, id=f"{sampler_id}/{name}", seed=seed))

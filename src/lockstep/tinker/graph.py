@@ -238,9 +238,7 @@ class GraphLoss:
             if name in known or self._output:
                 raise self._error(f"{where} has the name of another, or follows the output.")
             args = [self._read(arg, where, known) for arg in node.get("args", [])]
-            kwargs = {
-                key: self._read(arg, where, known) for key, arg in node.get("kwargs", {}).items()
-            }
+            kwargs = {k: self._read(arg, where, known) for k, arg in node.get("kwargs", {}).items()}
             if op == "placeholder":
                 self._placeholders[name] = target
             elif op == "output":

@@ -523,10 +523,8 @@ class Models:
         """The body as the run executes it. is_new: False for a body that was accepted before.
         Raises Refusal."""
         if kind == "forward_backward":
-            substitute = self._resources.config.substitute
-            asked = wire.forward_backward_of(
-                body, run.base, find_loss=self._find_loss, substitute=substitute
-            )
+            rules = {"find_loss": self._find_loss, "substitute": self._resources.config.substitute}
+            asked = wire.forward_backward_of(body, run.base, **rules)
             return self._resources.origins.check(asked, is_new=is_new)
         if kind == "optim_step":
             return wire.optim_step_of(body)

@@ -63,13 +63,10 @@ class TinkerServer:
         )
 
     def _routes(self) -> list[web.RouteDef]:
-        answers: dict[str, Answer] = {
-            route: attrgetter(found)(self._service) if isinstance(found, str) else _always(found)
-            for route, found in ROUTES["served"].items()
-        }
-        handlers: dict[str, Callable[..., Any]] = {
-            route: partial(self._answer, answer) for route, answer in answers.items()
-        }
+        handlers: dict[str, Callable[..., Any]] = {}
+        for route, found in ROUTES["served"].items():
+            answer = attrgetter(found)(self._service) if isinstance(found, str) else _always(found)
+            handlers[route] = partial(self._answer, answer)
         for route, use in ROUTES["hosted_only"].items():
             handlers[route] = partial(self._hosted_only, use)
         handlers["POST forward_backward"] = self._forward_backward

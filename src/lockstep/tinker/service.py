@@ -165,12 +165,11 @@ class Listings:
 
     def capabilities(self, body: Value) -> dict[str, Any]:
         can = {"trainable": True, "sampleable": True}
-        return {
-            "supported_models": [
-                {"model_name": base.name, "max_context_length": base.max_tokens, **can}
-                for base in self._resources.bases.values()
-            ]
-        }
+        models = [
+            {"model_name": base.name, "max_context_length": base.max_tokens, **can}
+            for base in self._resources.bases.values()
+        ]
+        return {"supported_models": models}
 
     def weights_info(self, body: Value) -> dict[str, Any]:
         spec = self._store.find(body["tinker_path"].text()).spec

@@ -43,9 +43,8 @@ try:
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
     from google.protobuf.message import DecodeError, Message
 except ImportError as error:  # pragma: no cover
-    raise MissingExtraError.of(
-        (error.name or "protobuf").partition(".")[0], extra="tinker", needed_for="Tinker's API"
-    ) from None
+    package = (error.name or "protobuf").partition(".")[0]
+    raise MissingExtraError.of(package, extra="tinker", needed_for="Tinker's API") from None
 
 Array = npt.NDArray[Any]
 

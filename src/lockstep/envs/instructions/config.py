@@ -130,13 +130,11 @@ class InstructionsEnvironment(Environment):
 
     async def score(self) -> Score:
         num_turns, config = len(self._turns), self._config
-        missing = [Verdict.of(given, "") for _, given in self._turns[len(self.verdicts) :]]
+        missing = [Verdict.of(asked, "") for _, asked in self._turns[len(self.verdicts) :]]
         scores = [verdict.scores() for verdict in (*self.verdicts, *missing)]
         names = (f"instruction_{config.mode}", f"prompt_{config.mode}")
-        rewards = [
-            sum(each[name] / 2 for name in names) / num_turns
-            for each in scores[: len(self.verdicts)]
-        ]
+        given = scores[: len(self.verdicts)]
+        rewards = [sum(each[name] / 2 for name in names) / num_turns for each in given]
         return Score(
             reward=sum(rewards),
             parts={name: sum(s[name] for s in scores) / num_turns for name in scores[0]},

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score, first_messages
@@ -113,10 +113,9 @@ class MathConfig(HeldOutTasks):
 
     async def grade(self, task: Task, reply: str) -> Score:
         """The reward of a reply, with the parts `correctness` and `format`, each 0 or 1."""
-        expected, form, lenient = task.payload["answer"], self._form_of(task), self.lenient
-        verdict = await grade_reply(
-            reply, expected, form=form, lenient=lenient, comparer=self._comparer
-        )
+        how: dict[str, Any] = {"form": self._form_of(task), "lenient": self.lenient}
+        expected = task.payload["answer"]
+        verdict = await grade_reply(reply, expected, **how, comparer=self._comparer)
         correctness, has_form = float(verdict.is_correct), float(verdict.has_form)
         reward = self.correctness_weight * correctness + self.format_weight * has_form
         return Score(reward=reward, parts={"correctness": correctness, "format": has_form})

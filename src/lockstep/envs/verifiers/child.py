@@ -74,9 +74,8 @@ class Server:
         os.environ[variable] = api_key  # a client's key comes from the environment alone
         try:
             client = clients.EvalClientConfig(base_url=url, api_key_var=variable)
-            episode = await self.env.run_episode(
-                self.tasks[index], clients.ModelContext(model=model, client=client)
-            )
+            context = clients.ModelContext(model=model, client=client)
+            episode = await self.env.run_episode(self.tasks[index], context)
         finally:
             os.environ.pop(variable, None)
         problems = [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]

@@ -162,7 +162,5 @@ class VerifiersHarness(Harness):
         if not rewards:
             raise ToolServerError("verifiers: no trainable agent took part in the episode.")
         names = dict.fromkeys(name for each in parts for name in each)
-        return Score(
-            reward=sum(rewards) / len(rewards),
-            parts={n: sum(p.get(n, 0.0) for p in parts) / len(parts) for n in names},
-        )
+        means = {n: sum(p.get(n, 0.0) for p in parts) / len(parts) for n in names}
+        return Score(reward=sum(rewards) / len(rewards), parts=means)

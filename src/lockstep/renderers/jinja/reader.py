@@ -103,10 +103,8 @@ class ShapeReader:
 
     def _shown(self, parts: Sequence[Piece], mark: str) -> str:
         """Returns the text of a turn, with control tokens by name and `mark` in spelled names."""
-        return text_of(
-            self.tokenizer,
-            [self._marks.protect(part, mark) if isinstance(part, str) else part for part in parts],
-        )
+        shown = [self._marks.protect(p, mark) if isinstance(p, str) else p for p in parts]
+        return text_of(self.tokenizer, shown)
 
     def _split_thinking(self, text: str) -> tuple[str, str, bool]:
         """Returns (thinking, the text after it, whether the thinking was left open)."""

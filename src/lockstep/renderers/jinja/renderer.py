@@ -312,9 +312,8 @@ class JinjaRenderer(ShapeReader):
         ours = [message_dict(m, shape) for m in before]
         theirs = [message_dict(m, shape) for m in messages]
         declared = [function_json(tool) for tool in tools]
-        mark = self._marks.choose(
-            [json.dumps([ours, theirs, declared], ensure_ascii=False), self._template.source]
-        )
+        written = json.dumps([ours, theirs, declared], ensure_ascii=False)
+        mark = self._marks.choose([written, self._template.source])
         marked = [*ours, *self._marks.marked(theirs, mark)]
         if shape.thinking is not None and shape.thinking.key == "content":
             marked = [with_inline(message, shape.thinking) for message in marked]

@@ -28,10 +28,8 @@ THOUGHT = "Qz7thought"
 
 def calls_of(count: int) -> tuple[ToolCall, ...]:
     """Returns `count` probe calls, one for each tool's reply."""
-    return tuple(
-        ToolCall(name=f"qz7_call_{n}", arguments=json.dumps({"qz7_key": f"Qz7value{n}"}))
-        for n in range(count)
-    )
+    arguments = [json.dumps({"qz7_key": f"Qz7value{n}"}) for n in range(count)]
+    return tuple(ToolCall(name=f"qz7_call_{n}", arguments=a) for n, a in enumerate(arguments))
 
 
 CALLS = calls_of(2)
