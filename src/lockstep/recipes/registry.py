@@ -46,7 +46,8 @@ def find_recipe(name: str) -> Config:
             hint = " It is a recipe of `lockstep sft`."
         elif name in choices(TaskConfig):
             hint = f" It is a kind of task: take a recipe, and task={name} as a setting."
-        raise ConfigError(f"no recipe, config.json or run is called {name!r}.{hint}")
+        text = f"no recipe, config.json or run is called {name!r}.{hint}"
+        raise ConfigError(text)  # a traceback shows this line, and the sentence once
     return RECIPES[name]()
 
 
@@ -54,5 +55,6 @@ def find_supervised_recipe(name: str) -> SupervisedConfig:
     """The config of a supervised recipe. Raises ConfigError with the nearest name."""
     if name not in SUPERVISED_RECIPES:
         hint = did_you_mean(name, SUPERVISED_RECIPES)
-        raise ConfigError(f"no supervised recipe is called {name!r}.{hint}")
+        text = f"no supervised recipe is called {name!r}.{hint}"
+        raise ConfigError(text)
     return SUPERVISED_RECIPES[name]()

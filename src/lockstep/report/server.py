@@ -66,7 +66,6 @@ class ReportServer(ThreadingHTTPServer):
     RunError if a path does not exist, ConfigError if the address cannot be taken.
     """
 
-    daemon_threads = True
     request_queue_size = MAX_CONNECTIONS
 
     def __init__(
