@@ -35,6 +35,7 @@ from lockstep.run.preflight import (
 from lockstep.run_config import Config, ModelChoice
 from lockstep.store.checkpoints import trained_by
 from lockstep.store.run import Run, load_run
+from lockstep.system import keep_freed_memory
 from lockstep.training.distill_config import DistillConfig
 
 if TYPE_CHECKING:
@@ -461,6 +462,7 @@ def load_model(
     from lockstep.models.lora import add_adapter
     from lockstep.models.peft_io import check_policy, load_adapter
 
+    keep_freed_memory()
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     device = resolve_device(config)
