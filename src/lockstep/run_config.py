@@ -28,7 +28,7 @@ from lockstep.config import (
 from lockstep.correction.config import Correction
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.errors import ConfigError
-from lockstep.launch.config import LocalPlacement, ParallelConfig, PlacementConfig, RayPlacement
+from lockstep.launch.config import Demand, LocalPlacement, ParallelConfig, PlacementConfig
 from lockstep.launch.gpu import Device, shows_gpu
 from lockstep.models.lora_config import LoraConfig
 from lockstep.objectives.config import GRPO, AdvantageConfig, CreditConfig, ObjectiveConfig, PPOClip
@@ -280,10 +280,15 @@ class Config(ModelChoice):
     """Trajectories to keep, and extra loggers."""
 
     @property
-    def expected_device(self) -> Device:
-        if self.device == "auto" and isinstance(self.placement, RayPlacement):
-            return "cuda" if self.placement.trainer_gpus else "cpu"
-        return ModelChoice.expected_device.__get__(self)
+    def demand(self) -> Demand:
+        """What the processes of the run need of their machines."""
+        is_on_gpu, engine = self.expected_device == "cuda", self.engine
+        return Demand(
+            num_engines=engine.num_workers,
+            cores=self.threads,
+            trainer_gpus=int(is_on_gpu),
+            engine_gpus=engine.gpus_each if is_on_gpu and not engine.share_device else 0,
+        )
 
     @property
     def tested(self) -> dict[str, Config]:

@@ -278,11 +278,7 @@ def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> 
             )
     if isinstance(config, Config):
         config.engine.for_rank(0, world)
-        config.placement.check(
-            config.parallel,
-            num_engines=config.engine.num_workers,
-            is_shared=config.engine.share_device,
-        )
+        config.placement.check(config.parallel, config.demand)
     elif world > 1:
         raise ConfigError(
             f"lockstep sft works in one process, and this run has {world}. Leave "
@@ -678,7 +674,7 @@ def internals(
     }
     return [
         *labelled(said),
-        *config.placement.describe(config.parallel, num_engines=config.engine.num_workers),
+        *config.placement.describe(config.parallel, config.demand),
         *_gpu_table(config, model_files, numerics),
     ]
 
