@@ -65,7 +65,7 @@ class JudgeScorer(ScorerConfig):
     """The message to the judge, with {rubric}, {question}, {answer}, {reference}, {dialogue},
     {low} and {high}; `@FILE` reads it from a file. Question, answer, reference and dialogue come as
     quotations that their text cannot end."""
-    grades: tuple[float, float] = (0.0, 10.0)
+    grades: ClassVar[tuple[float, float]] = (0.0, 10.0)
     """Lowest and highest grade; they are made 0 and 1."""
     samples: Annotated[int, at_least(1)] = 1
     """Gradings per episode; the reward is their median."""
@@ -84,10 +84,8 @@ class JudgeScorer(ScorerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        low, high = self.grades
         require(
             self,
-            grades=(-math.inf < low < high < math.inf, "(lowest, highest)"),
             temperature=(self.samples == 1 or self.temperature > 0, "above 0 with samples > 1"),
             url=(bool(re.match(r"(https?://|$)", self.url)), "http://... or https://..."),
         )

@@ -35,10 +35,10 @@ class PoolConfig(Checked):
     the time it is asked for one token, and a twelfth lies between two pings. One that is out is
     tried again after a twelfth, then after twice as long each time, up to half of it. Requests wait
     as long as that half when all replicas are out."""
-    reply_seconds: Annotated[float, ABOVE_0] = 600.0
+    reply_seconds: ClassVar[float] = 600.0
     """A request without a token for this time counts as lost and is sent again, if its replica
     serves others."""
-    load_seconds: Annotated[float, ABOVE_0] = 600.0
+    load_seconds: ClassVar[float] = 600.0
     """Limit for loading weights; a replica that takes longer is taken out."""
 
 

@@ -132,7 +132,7 @@ class DPPO(ObjectiveConfig):
     max_divergence: tuple[float, float] | None = None
     """Largest divergence of a token with a gradient: for tokens that became less likely, and for
     tokens that became likelier. Unset: 0.2,0.2 for tv, 0.05,0.05 for kl."""
-    max_ratio: Annotated[float, at_least(1)] = 20.0
+    max_ratio: ClassVar[float] = 20.0
     """Upper limit of the ratio that weighs a token. Low limits cost more than they save."""
 
     @property

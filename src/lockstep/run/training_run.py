@@ -287,8 +287,8 @@ class TrainingRun:
                 f"{num_missing:.0f} of {config.groups_per_step} groups had no signal after "
                 f"{config.signal.max_extra_tasks} more tasks (signal.on_shortage)"
             )
-        if 0 < config.trainer.max_skipped_steps <= (num := self.num_skipped_steps):
-            return f"{num} steps in a row made no update (trainer.max_skipped_steps)"
+        if (num := self.num_skipped_steps) >= config.trainer.max_skipped_steps:
+            return f"{num} steps in a row made no update: a loss or gradient was not finite"
         return ""
 
     # -- checkpoints ----------------------------------------------------------------------------

@@ -93,9 +93,9 @@ class TrainerConfig(LearnerConfig):
     """AdamW's decay of the gradient's first and second moment."""
     eps: ClassVar[float] = 1e-8
     """AdamW's addition to the denominator."""
-    max_skipped_steps: int = 10
+    max_skipped_steps: ClassVar[int] = 10
     """Steps in a row whose update is skipped, for a loss or gradient that is not finite, until the
-    run saves and ends with exit code 3; 0: no limit."""
+    run saves and ends with exit code 3."""
     max_tokens_per_microbatch: Annotated[int, at_least(2)] = 16384
     """Tokens of one forward and backward. Rows are packed without padding and never split, so the
     longest row must fit. Less memory, same result."""

@@ -57,7 +57,7 @@ QUICK = [
     "seed=3", f"steps={STEPS}", f"groups_per_step={GROUPS}", f"group_size={SAMPLES}",
     "evaluation.at_start=false", "evaluation.num_tasks=1", "evaluation.greedy=false",
     "trainer.warmup_updates=0", "contract=none", "engine=twin",
-    "engine.pool.frozen_seconds=1.5", "engine.pool.load_seconds=5",
+    "engine.pool.frozen_seconds=1.5",
 ]  # fmt: skip
 
 
