@@ -267,9 +267,7 @@ class CreditConfig(Checked):
     process_weight: Annotated[float, at_least(0)] = 1.0
     """Weight of turns' own rewards, relative to the episode's reward. 0 with process=added ignores
     them."""
-    branches: Literal["leaves", "parent"] = "leaves"
-    """Credit of a turn that leads to several rewarded leaves. leaves: the mean of their advantages.
-    parent: in addition, by how much that mean differs from the mean at the turn before it, where
-    the branches parted (local advantage of TreeRL, Hou et al. 2025)."""
-    branch_weight: Annotated[float, at_least(0)] = 1.0
-    """Weight of that difference."""
+    branch_weight: Annotated[float, at_least(0)] = 0.0
+    """A turn that leads to several rewarded leaves has the mean of their advantages, and this times
+    the difference from the mean at the turn before it, where the branches parted (local advantage
+    of TreeRL, Hou et al. 2025, which takes 1)."""
