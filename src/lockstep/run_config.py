@@ -119,10 +119,6 @@ class DoctorConfig(Checked):
     on_critical: Literal["note", "stop"] = "note"
     """stop: end the run with a checkpoint as soon as a step has a cause or max(|k1|, k2, k3) above
     0.1. note: report it and continue."""
-    health: bool = True
-    """Report silent obstacles to learning at each step: cut or failed episodes, tools that always
-    fail or are never called, groups without a signal, an unusual learning rate. The same lines are
-    in `health/*`, in the report and at the end of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,7 +74,7 @@ class TrainingRun:
     slots: EpisodeSlots = field(init=False)
     """Limits the episodes that run at the same time."""
     health: Health = field(init=False)
-    """Finds silent obstacles to learning in the last steps; see `doctor.health`."""
+    """Finds silent obstacles to learning in the last steps."""
     difficulty: DifficultySource | None = None
     """The tasks of `buffer`, where they are drawn by their expected signal."""
     buffer: Buffer = field(init=False)
@@ -246,7 +246,7 @@ class TrainingRun:
         if self.ranks is None:
             row = {**self.engine_metrics(), **row}
         line: dict[str, str] = {}
-        if self.config.doctor.health and is_step_row(row):
+        if is_step_row(row):
             row = {**row, **self.health.take(row)}
             line = {"health/line": " ".join(each.text for each in self.health.alarms) or "ok"}
         if self.directory is not None:
@@ -483,11 +483,10 @@ class TrainingRun:
         """Ends the run: see `finish_run`."""
         self.warn_of_lost(self.step)
         out = {"steps": self.step, "elapsed_seconds": self.elapsed_seconds}
-        health = self.health if self.config.doctor.health else None
-        return Outcome(self.path, self.status, out | finish_run(self.path, self.view, health))
+        return Outcome(self.path, self.status, out | finish_run(self.path, self.view, self.health))
 
 
-def finish_run(path: Path, view: View, health: Health | None) -> dict[str, Any]:
+def finish_run(path: Path, view: View, health: Health) -> dict[str, Any]:
     """Writes RUN/report.html, and repeats the health lines that still hold. Returns the last
     figures of metrics.jsonl."""
     run = load_run(path)
@@ -501,12 +500,11 @@ def finish_run(path: Path, view: View, health: Health | None) -> dict[str, Any]:
     if rewards := run.values("reward/mean"):
         last = rewards[-10:]
         out |= {"reward_first": rewards[0], "reward_last_10": sum(last) / len(last)}
-    if health is not None:
-        said = spells(run.metrics, health.settings, reasons=health.reasons)
-        found = [text for text, still in said if still]
-        for line in found:
-            warn(line)
-        out |= {"health": found} if found else {}
+    said = spells(run.metrics, health.settings, reasons=health.reasons)
+    if found := [text for text, still in said if still]:
+        out["health"] = found
+    for line in found:
+        warn(line)
     tested = [{k: v for k, v in r.items() if k.startswith("eval/")} for r in run.metrics]
     return out | next(filter(None, reversed(tested)), {})
 

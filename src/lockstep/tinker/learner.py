@@ -65,7 +65,7 @@ def adapter_config(spec: ModelSpec, model: ModelConfig) -> LoraConfig | None:
             "train_attn and train_mlp are both false, and train_unembed alone adapts nothing here. "
             "Set one of them."
         )
-    return LoraConfig(rank=spec.rank, alpha=ALPHA, targets=targets, seed=spec.seed or 0)
+    return LoraConfig(rank=spec.rank, alpha=ALPHA, targets=targets)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -38,7 +38,6 @@ from lockstep.ops.context import take_rows
 from lockstep.ops.contract import Fingerprint, check_rows
 from lockstep.training.config import TrainerConfig
 from lockstep.training.correcting import (
-    BEHAVIOUR,
     WEIGHTS,
     Scored,
     TokenJudge,
@@ -328,7 +327,7 @@ class Trainer(Learner):
         """
         correction, num_recomputed = correction or Correction.bypass(), self.num_recomputed
         self._prepare(samples, objective, correction)
-        is_measured = all(BEHAVIOUR[correction.behaviour] in s.columns for s in samples)
+        is_measured = all(correction.behaviour in s.columns for s in samples)
         if not self.config.scores_first(correction, is_measured=is_measured):
             metrics = self._step(samples, objective, correction, is_scored=False)
         else:
@@ -354,7 +353,7 @@ class Trainer(Learner):
             check_rows(self.contract, ((s.id, s.fingerprints) for s in samples if s.num_trained))
         if correction.anchor == "on_policy":
             check_versions(samples, self.version)
-        column = BEHAVIOUR[correction.behaviour]
+        column = correction.behaviour
         is_read = correction.changes_tokens or (
             correction.anchor == "rollout" and objective.reads_old_logprobs
         )

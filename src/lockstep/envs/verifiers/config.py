@@ -75,8 +75,8 @@ class VerifiersConfig(HeldOutTasks):
         if opened["runs_code_here"] and not self.allow_code_here:
             raise ConfigError(
                 f"verifiers: the program of {', '.join(opened['runs_code_here'])} runs the model's "
-                "code, and agent.runtime.type=subprocess is this machine. Use docker, harness=null (a "
-                "chat with tools), or allow_code_here=true on a disposable machine."
+                "code, and agent.runtime.type=subprocess is this machine. Use docker, harness=null "
+                "(a chat with tools), or allow_code_here=true on a disposable machine."
             )
         _ = self._tasks
 
