@@ -164,8 +164,8 @@ class ModelChoice(Checked):
     """Longest row: prompt, sampled and observed tokens of one episode."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the trainer, and of the sampler unless engine.dtype differs; auto is
-    bfloat16 on a GPU and float32 on a CPU, and a run stores which. The optimizer
-    keeps float32 masters; float16 gradients are scaled (trainer.loss_scale)."""
+    bfloat16 on a GPU and float32 on a CPU, and a run stores which. The optimizer keeps float32
+    masters. With float16 the loss has a factor against underflow of small gradients."""
     threads: Annotated[int, Interval("[1, 4096]")] = 1
     """CPU threads of torch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

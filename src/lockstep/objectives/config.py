@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from lockstep.config import Checked, Interval, at_least, require
 from lockstep.errors import ConfigError
 
-Aggregate = Literal["token_mean", "sequence_mean", "fixed_length"]
+Aggregate = int | Literal["token_mean", "sequence_mean"]
 KLEstimator = Literal["k2", "k3", "unbiased"]
 Divergence = Literal["tv", "kl"]
 KLOrder = Literal["reverse", "forward"]
@@ -30,10 +30,8 @@ class ObjectiveConfig(Checked):
 
     aggregate: Aggregate = "token_mean"
     """Sum of token losses into one. token_mean weighs every trained token of the whole batch alike,
-    sequence_mean every row alike; fixed_length divides each row's sum by `fixed_length` and takes
-    the mean over rows (Dr. GRPO). Micro-batches never change the result."""
-    fixed_length: int = 0
-    """Divisor of each row's sum, in tokens; above 0 with aggregate=fixed_length only."""
+    sequence_mean every row alike; a number of tokens divides each row's sum by it and takes the
+    mean over rows (Dr. GRPO). Micro-batches never change the result."""
     entropy_coef: Annotated[float, at_least(0)] = 0.0
     """Coefficient of the entropy bonus: -entropy_coef * entropy is added at each trained token.
     Above 0 keeps the policy from becoming sure too early."""
@@ -60,7 +58,8 @@ class ObjectiveConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fixed_length(self.aggregate, self.fixed_length)
+        is_divisor = isinstance(self.aggregate, str) or self.aggregate > 0
+        require(self, aggregate=(is_divisor, "token_mean, sequence_mean, or tokens above 0"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,14 +151,6 @@ class DPPO(ObjectiveConfig):
 @dataclass(frozen=True, kw_only=True)
 class Reinforce(ObjectiveConfig):
     """-advantage * log-prob, as if the sampler were the trainer (Williams 1992)."""
-
-
-def check_fixed_length(aggregate: Aggregate, fixed_length: int) -> None:
-    if (aggregate == "fixed_length") != (fixed_length > 0):
-        raise ConfigError(
-            f"aggregate={aggregate} with fixed_length={fixed_length}: fixed_length, the divisor "
-            "of a row's sum, must be above 0 with aggregate=fixed_length, and 0 otherwise."
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

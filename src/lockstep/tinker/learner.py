@@ -40,6 +40,7 @@ from lockstep.tinker.requests import (
 from lockstep.training.config import TrainerConfig
 from lockstep.training.forest import plan_forest, share_beginnings
 from lockstep.training.learner import Learner
+from lockstep.training.loss_scale import LossScale
 
 Tensor = torch.Tensor
 
@@ -111,8 +112,9 @@ class TinkerLearner(Learner):
         """
         config = config or TrainerConfig()
         config.check_device(decoder.embedding.device.type)
-        on_wire = {"freeze": (), "loss_scale": 1.0, "schedule": "constant", "warmup_updates": 0}
+        on_wire = {"freeze": (), "schedule": "constant", "warmup_updates": 0}
         super().__init__(decoder, replace(config, **on_wire), like=like)
+        self.loss_scale = LossScale(1.0, is_dynamic=False)
 
     def forward_backward(self, request: ForwardBackward) -> ForwardBackwardResult:
         """Adds the gradient of a summed loss to what the next update applies.

@@ -42,18 +42,9 @@ class LearnerConfig(Checked):
     """Parameters that are not trained: patterns on their names, such as *.attention.* or *.sinks or
     embedding. They have no gradient and no optimizer state. The critic's blocks begin with body:
     critic.freeze=body.* trains its head alone."""
-    loss_scale: float = 0.0
-    """Factor on the loss, a power of two, against underflow of small gradients. 0 is 1, and with
-    dtype=float16 dynamic: halved after an overflow (and the batch run backward again), doubled
-    after 100 updates without one."""
     updates_per_batch: Annotated[int, at_least(1)] = 1
     """Optimizer steps on each sampled batch: the policy's on shares of the rows, the critic's on
     all rows."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        is_power = math.isfinite(self.loss_scale) and math.frexp(self.loss_scale)[0] in (0, 0.5)
-        require(self, loss_scale=(is_power, "a power of two, or 0"))
 
 
 def frozen_names(

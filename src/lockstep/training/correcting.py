@@ -237,7 +237,6 @@ def loss_weights(
     samples: Sequence[Sample],
     aggregate: Aggregate,
     *,
-    fixed_length: int = 0,
     denominator: float | None = None,
     is_kept_only: bool = False,
 ) -> Callable[[PackedBatch], Tensor]:
@@ -259,7 +258,7 @@ def loss_weights(
     def weights_of(batch: PackedBatch) -> Tensor:
         mask = batch.host_columns[WEIGHTS] > 0 if is_kept_only else None
         layout = Layout.packed(batch.sizes, mask)
-        weights = token_weights(layout, aggregate, fixed_length=fixed_length, denominator=total)
+        weights = token_weights(layout, aggregate, denominator=total)
         return to_device(weights.numpy(), batch.ids.device)
 
     return weights_of

@@ -98,7 +98,7 @@ class Learner:
         """Ranks that share each micro-batch; None: one rank computes it."""
         freeze(model.named_parameters(), config.freeze, setting=f"{self.setting}.freeze")
         self.optimizer = Optimizer(model.named_parameters(), config)
-        self.loss_scale = LossScale.for_training(config.loss_scale, self.decoder.embedding.dtype)
+        self.loss_scale = LossScale.for_training(self.decoder.embedding.dtype)
         self.num_updates = 0
         """Updates asked for, skipped ones included: the place in the schedule."""
         self.num_skipped = 0

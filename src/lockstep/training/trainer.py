@@ -252,7 +252,6 @@ class Trainer(Learner):
         loss_fn: LossFn,
         *,
         aggregate: Aggregate = "token_mean",
-        fixed_length: int = 0,
         denominator: float | None = None,
         correction: Correction | None = None,
         column: str | None = None,
@@ -284,7 +283,6 @@ class Trainer(Learner):
         weights_of = loss_weights(
             rows,
             aggregate,
-            fixed_length=fixed_length,
             denominator=denominator,
             is_kept_only=judge.counts_kept_only,
         )
@@ -424,7 +422,6 @@ class Trainer(Learner):
                 replace(batch, rows=part) if isinstance(batch, Weighed) else part,
                 loss_fn,
                 aggregate=objective.aggregate,
-                fixed_length=objective.fixed_length,
                 correction=correction,
                 column="logprobs" if number == 0 and not is_scored else None,
             )
