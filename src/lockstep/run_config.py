@@ -155,9 +155,6 @@ class ModelChoice(Checked):
     """Let transformers run the model in place of the decoder: for architectures that the decoder
     does not have. For training alone: another engine samples, and the contract, routing replay,
     recompute, adapters and sharding are refused. Needs the extra `transformers`."""
-    vision: Literal["refuse", "keep"] = "refuse"
-    """Treatment of a checkpoint with a tower that reads images: refuse it, or keep the tower as it
-    is, never run and never trained, beside the language model."""
     seed: Annotated[int, Interval("[0, 9223372036854775808)")] = 0
     """Seed of tasks, sampling and every other draw."""
     max_tokens: Annotated[int, at_least(1)] = 512

@@ -97,7 +97,7 @@ class EmbeddedConfig(EngineConfig):
     replicas: Annotated[int, at_least(0)] = 0
     """Processes that sample, each with a copy of the weights, and a GPU of its own if there are
     any. 0 samples inside the training process, from its weights."""
-    restarts: Annotated[int, at_least(0)] = 3
+    restarts: ClassVar[int] = 3
     """Times that each of these processes is started again after it has died."""
     dtype: SampleDtype = "same"
     """Dtype of the sampler; same is the trainer's. Another one samples from a copy of the weights,

@@ -105,11 +105,19 @@ class ModelFiles:
     notes: tuple[str, ...] = ()
     """Sentences about rows that are left out."""
 
+    @property
+    def images_line(self) -> str:
+        """Says what becomes of a part that reads images; empty for a model without one."""
+        if isinstance(self.model, FallbackConfig) or not self.model.has_vision:
+            return ""
+        return "not read: the tower is kept in checkpoints as it is, neither run nor trained"
+
     def facts(self) -> dict[str, Any]:
         """The entries of a run's environment.json."""
         names = ("architecture", "family", "vocab_size")
         facts = {name: getattr(self.model, name) for name in names}
-        return facts | ({"renderer": self.renderer_line} if self.renderer_line else {})
+        said = {"renderer": self.renderer_line, "images": self.images_line}
+        return facts | {name: line for name, line in said.items() if line}
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,11 +362,6 @@ def read_model_files(config: ModelChoice, *, files: Sequence[str] = HUB_FILES) -
     """
     directory = locate_model(config.model, files=files)
     model = (FallbackConfig if config.fallback else ModelConfig).from_directory(directory)
-    if isinstance(model, ModelConfig) and model.has_vision and config.vision == "refuse":
-        raise ConfigError(
-            f"model={config.model} reads images, but a run here reads text alone. vision=keep "
-            "trains its language model and keeps its image tower unchanged in checkpoints."
-        )
     if config.max_tokens > model.max_positions:
         raise ConfigError(
             f"max_tokens={config.max_tokens} is more than the {model.max_positions} positions that "
@@ -589,6 +592,7 @@ def summary(config: Config, model_files: ModelFiles) -> list[str]:
         rate += f" after {trainer.warmup_updates} updates of warm-up"
     said = {
         "renderer": model_files.renderer_line,
+        "images": model_files.images_line,
         "step": (
             f"{config.groups_per_step} tasks x {config.group_size} episodes = "
             f"{config.groups_per_step * config.group_size} trajectories of at most "

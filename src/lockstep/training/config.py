@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, ClassVar, Literal
 
@@ -242,12 +241,5 @@ class SFTConfig(Checked):
     observed_weight: Annotated[float, at_least(0)] = 0.0
     """Loss weight of prompts and tool replies. 0 leaves them out; a little keeps a model that is
     trained from scratch from ignoring them."""
-    word_weights: dict[str, float] = field(default_factory=dict)
-    """Loss weight of the tokens that spell these words in an assistant's reply; others have 1."""
     long_rows: LongRows = "error"
     """Treatment of longer rows: an error that names the line, or they are left out."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        are_right = all(word and 0 <= w < math.inf for word, w in self.word_weights.items())
-        require(self, word_weights=(are_right, "words with finite weights of at least 0"))
