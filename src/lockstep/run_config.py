@@ -111,14 +111,11 @@ class EvaluationConfig(_HeldOutTasks):
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig(Checked):
-    """Checks of the sampled and trained rows of a run, and the reaction to a finding."""
+    """Checks of the sampled and trained rows of a run."""
 
     rows: Annotated[int, at_least(0)] = 16
     """Rows of each step to check, whole groups, other tasks in turn; 0 checks none. Only checks
     that need no model are made; they take milliseconds."""
-    on_critical: Literal["note", "stop"] = "note"
-    """stop: end the run with a checkpoint as soon as a step has a cause or max(|k1|, k2, k3) above
-    0.1. note: report it and continue."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +126,6 @@ class SignalConfig(Checked):
     """Tasks that a step may draw beyond groups_per_step. They replace tasks whose episodes all have
     the same reward and so teach nothing (dynamic sampling of DAPO, Yu et al. 2025). If they do not
     suffice, the step trains the groups without a signal too. 0 replaces none."""
-    on_shortage: Literal["train", "stop"] = "train"
-    """stop: end the run with a checkpoint after a step that has used all its extra tasks and still
-    has groups without a signal. train: report it and continue."""
     order: Literal["stream", "expected"] = "stream"
     """stream: tasks as they come. expected: tasks are drawn in proportion to their expected signal,
     the share of their past groups with differing rewards; the others wait for the next epoch."""
@@ -223,6 +217,11 @@ class Config(ModelChoice):
     """Number of steps that the sampling weights may be behind. 0 samples and trains in turn. Above
     0, up to this many later batches are sampled ahead. Their episodes get new weights in the middle
     of a reply, and an engine in another process samples while the trainer trains."""
+    stop_on: tuple[Literal["weights", "mismatch", "shortage"], ...] = ("weights",)
+    """Findings that end the run with a checkpoint and exit code 3; others are reported. weights:
+    the engine runs other weights than the trainer's. mismatch: a step has a cause of the doctor's,
+    or max(|k1|, k2, k3) above 0.1. shortage: a step has used signal.max_extra_tasks and still has
+    groups without a signal."""
     over_stale: Literal["correct", "drop"] = "correct"
     """Treatment of a row with a token older than max_staleness (a replica lagged behind): train on
     it with its correction like any other, or drop it. It is counted either way."""
@@ -264,7 +263,7 @@ class Config(ModelChoice):
     or single settings. none chooses bypass if the sampler runs the trainer's own decoder in its
     dtype and in step with it, and mis otherwise."""
     doctor: DoctorConfig = field(default_factory=DoctorConfig)
-    """Checks of the trained rows, and the reaction to a cause that they find."""
+    """Checks of the trained rows; `stop_on` says what ends a run."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Tests on held-out tasks."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -294,6 +293,10 @@ class Config(ModelChoice):
             others: dict[str, Any] = {"task": each.task, "seats": {}} if each.task else {}
             out[name] = replace(self, evaluation=evaluation, **others)
         return out
+
+    @property
+    def stops_on_shortage(self) -> bool:
+        return "shortage" in self.stop_on
 
     @property
     def chosen_correction(self) -> Correction:

@@ -273,19 +273,20 @@ class TrainingRun:
     def stop_reason(self, row: Mapping[str, Any]) -> str:
         """Why the run ends after this row of a step, by the setting that it names; "" if it goes
         on."""
-        config, family, rows = self.config, self.model_files.model.family, policy_rows(row).values()
+        config, stop_on, rows = self.config, self.config.stop_on, policy_rows(row).values()
         is_skipped = any(of_policy.get("train/skipped_updates", 0) > 0 for of_policy in rows)
         self.num_skipped_steps = self.num_skipped_steps + 1 if is_skipped else 0
+        family = self.model_files.model.family
         alarm = mismatch_alarm(row, family, is_one_process=self.is_one_process)
         is_critical = alarm.level == "critical" or row.get("doctor/causes", 0) > 0
-        if is_critical and config.doctor.on_critical == "stop":
-            return "sampler and trainer differ (doctor.on_critical=stop)"
-        if config.sync.on_alarm == "stop" and any(one.get("sync/alarm", 0) > 0 for one in rows):
-            return "the engine does not run the trainer's weights (sync.on_alarm=warn goes on)"
-        if (num_missing := row.get("signal/missing", 0)) and config.signal.on_shortage == "stop":
+        if is_critical and "mismatch" in stop_on:
+            return "sampler and trainer differ (stop_on=mismatch)"
+        if "weights" in stop_on and any(one.get("sync/alarm", 0) > 0 for one in rows):
+            return "the engine does not run the trainer's weights (stop_on without weights goes on)"
+        if (num_missing := row.get("signal/missing", 0)) and "shortage" in stop_on:
             return (
                 f"{num_missing:.0f} of {config.groups_per_step} groups had no signal after "
-                f"{config.signal.max_extra_tasks} more tasks (signal.on_shortage)"
+                f"{config.signal.max_extra_tasks} more tasks (stop_on=shortage)"
             )
         if (num := self.num_skipped_steps) >= config.trainer.max_skipped_steps:
             return f"{num} steps in a row made no update: a loss or gradient was not finite"
