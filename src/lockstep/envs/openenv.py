@@ -18,9 +18,9 @@ from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig
-from lockstep.agent.environment import Environment, Observation, Score, first_messages
+from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.json_schema import schema_problem
-from lockstep.agent.task_config import Split, TaskConfig
+from lockstep.agent.task_config import AskedTasks, Split
 from lockstep.agent.tasks import GeneratedSource, TaskSource
 from lockstep.agent.tools import Tool, ToolLimits, ToolOutput, ToolRunner, unreadable
 from lockstep.config import ABOVE_0, did_you_mean
@@ -36,7 +36,7 @@ HIDDEN = ("metadata",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenEnvConfig(TaskConfig):
+class OpenEnvConfig(AskedTasks):
     """An environment of OpenEnv on a running server. Each episode has its own session, and its
     reward comes from the steps. Needs the extra `http`."""
 
@@ -49,8 +49,6 @@ class OpenEnvConfig(TaskConfig):
     arguments are the fields."""
     observation_field: str = ""
     """Field of an observation that the model reads. Empty: the whole observation, as JSON."""
-    instructions: str = ""
-    """Developer message. Empty: none."""
     reset: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of each reset, in addition to the seed: task.reset.level=3."""
     reward: Literal["sum", "last"] = "sum"
@@ -141,7 +139,7 @@ class OpenEnvEnvironment(Environment):
         first = await self._opened(sent)
         if first.get("done"):
             raise ToolServerError(f"{self.config.url}: the episode is over before its first step.")
-        return first_messages(self._text(first), instructions=self.config.instructions)
+        return self.config.asked(self._text(first))
 
     async def step(self, message: Message) -> Observation:
         if message.parse_error:
