@@ -200,7 +200,22 @@ class ModelChoice(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelChoice):
+class _SampledModel(ModelChoice):
+    """A model that samples, in a training run or for a server."""
+
+    contract: ContractChoice = "auto"
+    """Promise about the sampler's and the trainer's log-probs. true-on-policy: equal bit for bit,
+    proved at the start and checked on every token, or the run is refused. auto: the same if this
+    machine can keep it, else none, and the plan says why. none: stock arithmetic, equal to
+    rounding."""
+    engine: EngineConfig = field(default_factory=EmbeddedConfig)
+    """Engine that samples."""
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    """HTTP server through which agent programs reach the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(_SampledModel):
     """One training run."""
 
     steps: Annotated[int, Interval(f"[1, {MAX_STEPS}]")] = 100
@@ -232,17 +247,8 @@ class Config(ModelChoice):
     seats: Mapping[str, SeatConfig] = field(default_factory=dict[str, SeatConfig])
     """seat -> who plays it, in a task of several: seats.second=frozen
     seats.second.model=RUN@STEP. Default: the policy in training plays all of them."""
-    contract: ContractChoice = "auto"
-    """Promise about the sampler's and the trainer's log-probs. true-on-policy: equal bit for bit,
-    proved at the start and checked on every token, or the run is refused. auto: the same if this
-    machine can keep it, else none, and the plan says why. none: stock arithmetic, equal to
-    rounding."""
     agent: AgentConfig = field(default_factory=AgentConfig)
     """Budgets of an episode and how its tokens are drawn."""
-    gateway: GatewayConfig = field(default_factory=GatewayConfig)
-    """HTTP server through which the agent programs of a task reach the model."""
-    engine: EngineConfig = field(default_factory=EmbeddedConfig)
-    """Engine that samples."""
     placement: PlacementConfig = field(default_factory=LocalPlacement)
     """Machines that run the processes of the run."""
     sync: SyncConfig = field(default_factory=SyncConfig)
@@ -376,20 +382,14 @@ class SupervisedConfig(ModelChoice):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(ModelChoice):
+class ServeConfig(_SampledModel):
     """Settings of `lockstep serve`: the model, and defaults for requests."""
 
     name: str = "serve"
     api: tuple[Literal["agents", "tinker"], ...] = ("agents",)
     """APIs to offer: agents (OpenAI's and Anthropic's), tinker, or both."""
-    contract: ContractChoice = "auto"
-    """As in training: with tinker, the numerics that sampler and trainer share."""
-    engine: EngineConfig = field(default_factory=EmbeddedConfig)
-    """Engine that samples."""
     tinker: TinkerConfig = field(default_factory=TinkerConfig)
     """Limits of Tinker's API, and what the server keeps."""
-    gateway: GatewayConfig = field(default_factory=GatewayConfig)
-    """Address of the server, and limits of one request."""
     agent: SamplingConfig = field(default_factory=SamplingConfig)
     """How the replies to requests that name nothing else are drawn. No request gets more than
     agent.max_turn_tokens."""

@@ -192,6 +192,9 @@ class ServedConfig(EngineConfig):
     """A server counts as frozen if a request gets no byte for this time."""
     api_key_env: str = ""
     """Environment variable with the servers' key; the key itself is never stored."""
+    deterministic: bool = False
+    """Replies that do not depend on the batch. vLLM: VLLM_BATCH_INVARIANT=1, slower kernels for
+    GPUs only. SGLang: a server without --enable-deterministic-inference is refused."""
     take_over: bool = False
     """Use servers that another run holds, or held when it crashed. If that run is alive, it stops
     with an error."""
@@ -226,10 +229,6 @@ class SGLangConfig(ServedConfig):
     TAG: ClassVar[str] = "sglang"
     can_record_routes: ClassVar[bool] = True
     CONFLICTS = _CONFLICTS["sglang"]
-
-    deterministic: bool = False
-    """Refuse a server that was started without --enable-deterministic-inference. With the flag a
-    reply depends on the request's seed and not on the batch."""
 
 
 DecoderChoice = Literal["auto", "lockstep", "vllm"]
@@ -267,9 +266,6 @@ class VllmConfig(ServedConfig):
     prefix_cache: bool = True
     """Keep the keys and values of finished requests, so that the next turn computes only its new
     tokens."""
-    deterministic: bool = False
-    """VLLM_BATCH_INVARIANT=1: slower kernels, for GPUs only, whose result does not depend on the
-    batch."""
     tensor_parallel: Annotated[int, at_least(1)] = 1
     """GPUs that one replica is spread over."""
     delta_sync: bool = False
@@ -341,7 +337,7 @@ class VllmConfig(ServedConfig):
         return ""
 
     def _check_attached(self) -> None:
-        applies = {"decoder", *(entry.name for entry in fields(ServedConfig))}
+        applies = {"decoder", *(entry.name for entry in fields(ServedConfig))} - {"deterministic"}
         for entry in fields(self):
             value = getattr(self, entry.name)
             if entry.name not in applies and value != entry.default:

@@ -165,14 +165,21 @@ class AdvantageConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPO(AdvantageConfig):
+class _Normalized(AdvantageConfig):
+    """Base of the advantages that are divided by a deviation."""
+
+    normalize_std: bool = True
+    """Divide by the standard deviation: grpo by the group's, reinforce_plus_plus by the batch's.
+    grpo without it is Dr. GRPO (Liu et al. 2025): tasks then weigh by how much their rewards
+    differ. reinforce_plus_plus without it, and with baseline=batch, is REINFORCE with the batch's
+    mean as its baseline."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPO(_Normalized):
     """Reward minus the mean of its group (Shao et al. 2024)."""
 
     compares_in_group: ClassVar[bool] = True
-
-    normalize_std: bool = True
-    """Divide by the group's standard deviation. Off is Dr. GRPO (Liu et al. 2025): tasks then weigh
-    by how much their rewards differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +194,7 @@ class RLOO(AdvantageConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReinforcePlusPlus(AdvantageConfig):
+class ReinforcePlusPlus(_Normalized):
     """Reward minus a mean, divided by the deviation over the whole batch (Hu et al. 2025).
 
     Every trajectory counts once, however long it is.
@@ -196,9 +203,6 @@ class ReinforcePlusPlus(AdvantageConfig):
     baseline: Literal["batch", "group"] = "batch"
     """Mean to subtract: the batch's, or the mean of the trajectory's group
     (REINFORCE++-baseline)."""
-    normalize_std: bool = True
-    """Divide by the batch's standard deviation. Off with baseline=batch, it is REINFORCE with the
-    batch's mean as its baseline."""
 
     @property
     def compares_in_group(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
