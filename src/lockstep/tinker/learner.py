@@ -40,7 +40,6 @@ from lockstep.tinker.requests import (
 from lockstep.training.config import TrainerConfig
 from lockstep.training.forest import plan_forest, share_beginnings
 from lockstep.training.learner import Learner
-from lockstep.training.loss_scale import LossScale
 
 Tensor = torch.Tensor
 
@@ -101,6 +100,7 @@ class TinkerLearner(Learner):
     role = setting = "tinker"
     state_folder, state_file = "training", "counters.json"
     why_untrained = "none had a weight or an advantage"
+    scales_loss = False
 
     def __init__(
         self, decoder: Decoder, *, like: str | Path, config: TrainerConfig | None = None
@@ -110,11 +110,9 @@ class TinkerLearner(Learner):
         config: its micro-batches, recompute, offload and moments are read; what an update needs is
         on the wire.
         """
-        config = config or TrainerConfig()
-        config.check_device(decoder.embedding.device.type)
-        on_wire = {"freeze": (), "schedule": "constant", "warmup_updates": 0}
-        super().__init__(decoder, replace(config, **on_wire), like=like)
-        self.loss_scale = LossScale(1.0, is_dynamic=False)
+        own = replace(config or TrainerConfig(), freeze=(), schedule="constant", warmup_updates=0)
+        own.check_device(decoder.embedding.device.type)
+        super().__init__(decoder, own, like=like)
 
     def forward_backward(self, request: ForwardBackward) -> ForwardBackwardResult:
         """Adds the gradient of a summed loss to what the next update applies.
