@@ -37,15 +37,10 @@ from lockstep.config import (
 )
 from lockstep.display import show_once, warn
 from lockstep.errors import (
-    CheckpointError,
     ConfigError,
-    DataError,
     DiskFullError,
+    InputError,
     LockstepError,
-    MissingExtraError,
-    RankError,
-    RendererError,
-    RunError,
     StorageError,
     is_full_disk,
 )
@@ -65,17 +60,6 @@ OK, FAILED, BAD_INPUT, STOPPED, INTERRUPTED, READER_LEFT = 0, 1, 2, 3, 130, 141
 
 END_SECONDS = 10.0
 """Seconds until the process ends, once its command has, whatever threads are left."""
-
-_INPUT_ERRORS = (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    MissingExtraError,
-    OSError,
-    RankError,
-    RendererError,
-    RunError,
-)
 
 _REWARDS = ("reward_first", "reward_last_10")
 
@@ -142,7 +126,7 @@ def _main(argv: Sequence[str] | None) -> int:
         if is_full_disk(error) and not isinstance(error, DiskFullError):
             error = DiskFullError(f"the disk is full ({error}). Free some space, and try again.")
         _complain(error, options)
-        is_input = isinstance(error, _INPUT_ERRORS) and not isinstance(error, StorageError)
+        is_input = isinstance(error, (InputError, OSError)) and not isinstance(error, StorageError)
         return BAD_INPUT if is_input else FAILED
     except KeyboardInterrupt:
         print("interrupted.", file=sys.stderr)

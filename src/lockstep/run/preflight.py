@@ -287,11 +287,8 @@ def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> 
     if isinstance(config, Config):
         config.engine.for_rank(0, world)
         config.placement.check(config.parallel, config.demand)
-    elif world > 1:
-        raise ConfigError(
-            f"lockstep sft works in one process, and this run has {world}. Leave "
-            "parallel.processes at 0 and start it without torchrun."
-        )
+    else:
+        check_conflicts(config, CONFLICTS["supervised_processes"])
 
 
 def check_memory(config: ModelChoice, model_files: ModelFiles, device: Device) -> None:
@@ -391,26 +388,18 @@ def read_model_files(config: ModelChoice, *, files: Sequence[str] = HUB_FILES) -
 
 def check_critic(config: Config, model_files: ModelFiles) -> None:
     """Raises ConfigError if `critic.model` cannot read what the policy writes."""
-    where, known = f"critic.model={config.critic.model}", model_files.renderer.tokenizer
     try:
         directory = locate_model(config.critic.model)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model=", "critic.model=", 1)) from None
-    model = ModelConfig.from_directory(directory)
-    problem = ""
-    if config.max_tokens > model.max_positions:
-        problem = f"has {model.max_positions} positions, and max_tokens={config.max_tokens}"
-    elif known.vocab_size > model.vocab_size:
-        problem = (
-            f"has a vocabulary of {model.vocab_size}, and the policy's tokenizer ids up to "
-            f"{known.vocab_size - 1}"
+    has_own = (directory / "tokenizer.json").is_file()
+    theirs = Tokenizer.from_file(directory) if has_own else None
+    model, known = ModelConfig.from_directory(directory), model_files.renderer.tokenizer
+    if problem := _why_unread(config, known, theirs, model):
+        raise ConfigError(
+            f"critic.model={config.critic.model} {problem}. Leave it empty to start from the "
+            "policy."
         )
-    elif (directory / "tokenizer.json").is_file():
-        theirs = Tokenizer.from_file(directory)
-        if theirs.all_token_bytes() != known.all_token_bytes():
-            problem = f"has another tokenizer than model={config.model}: it would read other text"
-    if problem:
-        raise ConfigError(f"{where} {problem}. Leave it empty to start from the policy.")
 
 
 def check_teachers(config: Config, distill: DistillConfig, model_files: ModelFiles) -> None:
@@ -423,27 +412,40 @@ def check_teachers(config: Config, distill: DistillConfig, model_files: ModelFil
             directory = locate_model(teacher.model)
             theirs = Tokenizer.from_file(directory)
             model = None if teacher.engine else ModelConfig.from_directory(directory)
-        mine, others = known.all_token_bytes(), theirs.all_token_bytes()
-        differing = next((i for i, b in enumerate(mine) if others[i : i + 1] != [b]), None)
-        problem = ""
-        if differing is not None:
-            there = repr(others[differing]) if differing < len(others) else "none"
-            problem = (
-                f"has another tokenizer than model={config.model}: id {differing} is "
-                f"{mine[differing]!r} here and {there} there. A teacher reads the student's ids, "
-                "so its vocabulary must be the same, id for id"
-            )
-        elif known.control_ids - theirs.control_ids:
-            at = min(known.control_ids - theirs.control_ids)
-            problem = f"takes id {at}, a control token of model={config.model}, for text"
-        elif model is not None and config.max_tokens > model.max_positions:
-            problem = f"has {model.max_positions} positions, and max_tokens={config.max_tokens}"
-        elif distill.signal == "top_k" and distill.top_k > len(mine):
-            problem = f"has {len(mine)} ids, and distill.top_k={distill.top_k}"
+        problem = _why_unread(config, known, theirs, model)
+        if distill.signal == "top_k" and distill.top_k > known.vocab_size:
+            problem = problem or f"has {known.vocab_size} ids, and distill.top_k={distill.top_k}"
         if problem:
             raise ConfigError(f"{where} {problem}.")
         if model is not None:
             config.parallel.check_heads(num_heads=model.num_heads, num_kv_heads=model.num_kv_heads)
+
+
+def _why_unread(
+    config: Config, known: Tokenizer, theirs: Tokenizer | None, model: ModelConfig | None
+) -> str:
+    """Why another model cannot read the ids that the policy writes; empty if it can, as far as its
+    tokenizer and its shape are known. known: the policy's tokenizer."""
+    if theirs is not None:
+        mine, others = known.all_token_bytes(), theirs.all_token_bytes()
+        at = next((i for i, b in enumerate(mine) if others[i : i + 1] != [b]), None)
+        if at is not None:
+            there = repr(others[at]) if at < len(others) else "none"
+            return (
+                f"has another tokenizer than model={config.model}: id {at} is {mine[at]!r} here "
+                f"and {there} there. It reads the policy's ids, so its vocabulary must be the "
+                "same, id for id"
+            )
+        if as_text := known.control_ids - theirs.control_ids:
+            return f"takes id {min(as_text)}, a control token of model={config.model}, for text"
+    if model is not None and config.max_tokens > model.max_positions:
+        return f"has {model.max_positions} positions, and max_tokens={config.max_tokens}"
+    if model is not None and known.vocab_size > model.vocab_size:
+        last = known.vocab_size - 1
+        return (
+            f"has a vocabulary of {model.vocab_size}, and the policy's tokenizer ids up to {last}"
+        )
+    return ""
 
 
 def _teachers(distill: DistillConfig) -> str:
