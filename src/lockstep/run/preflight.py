@@ -287,8 +287,11 @@ def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> 
     if isinstance(config, Config):
         config.engine.for_rank(0, world)
         config.placement.check(config.parallel, config.demand)
-    else:
-        check_conflicts(config, CONFLICTS["supervised_processes"])
+    elif world > 1:
+        raise ConfigError(
+            f"lockstep sft works in one process, and this run has {world}. Leave "
+            "parallel.processes at 0 and start it without torchrun."
+        )
 
 
 def check_memory(config: ModelChoice, model_files: ModelFiles, device: Device) -> None:
@@ -441,10 +444,8 @@ def _why_unread(
     if model is not None and config.max_tokens > model.max_positions:
         return f"has {model.max_positions} positions, and max_tokens={config.max_tokens}"
     if model is not None and known.vocab_size > model.vocab_size:
-        last = known.vocab_size - 1
-        return (
-            f"has a vocabulary of {model.vocab_size}, and the policy's tokenizer ids up to {last}"
-        )
+        there, last = model.vocab_size, known.vocab_size - 1
+        return f"has a vocabulary of {there}, and the policy's tokenizer ids up to {last}"
     return ""
 
 
