@@ -30,7 +30,6 @@ from lockstep.config import (
     flatten,
     from_dict,
     from_settings,
-    nested,
     read_tree,
     resolve,
     to_dict,
@@ -316,7 +315,7 @@ def _sft(options: argparse.Namespace) -> int | None:
         return _show_settings(options, find_supervised_recipe, SupervisedConfig)
     path, given = _config_file(options.target), {s.partition("=")[0].strip() for s in settings}
     if path is not None:
-        tree = nested(read_tree(path))
+        tree = read_tree(path)
         config, given = from_settings(SupervisedConfig, tree, settings), given | {*flatten(tree)}
     else:
         config = resolve(find_supervised_recipe(options.target or "sft"), settings)

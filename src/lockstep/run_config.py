@@ -6,7 +6,6 @@ down; the others belong to the room that reads them.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -17,6 +16,7 @@ from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.task_config import DialogueConfig, TaskConfig
 from lockstep.config import (
     ABOVE_0,
+    FINITE,
     Checked,
     Interval,
     at_least,
@@ -96,15 +96,13 @@ class EvaluationConfig(_HeldOutTasks):
     sets: Mapping[str, EvaluationSet] = field(default_factory=dict[str, EvaluationSet])
     """name -> further tasks to test on: evaluation.sets.NAME.task=KIND. Their figures are
     eval/NAME/..., and the best checkpoint is not chosen by them."""
-    success_reward: float = 0.999
+    success_reward: Annotated[float, FINITE] = 0.999
     """A sample with at least this reward has passed (pass@k)."""
     at_start: bool = True
     """Test before the first step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_finite = math.isfinite(self.success_reward)
-        require(self, success_reward=(is_finite, "a finite number"))
         if taken := {*self.sets} & {"sampled", "greedy", "loss", "train"}:
             raise ConfigError(f"evaluation.sets.{min(taken)}: the name is taken. Choose another.")
 

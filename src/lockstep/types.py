@@ -344,14 +344,10 @@ class Message:
         for key, text in texts.items():
             if not isinstance(text, str):
                 raise FieldError(key, f"must be text, found {text!r:.60}.")
+        role, thought = cast("Role", texts.pop("role") or "?"), texts.pop(thinking)
+        content, calls = text_of(given.get("content"), "content"), given.get("tool_calls", ())
         return cls(
-            role=cast("Role", texts["role"] or "?"),
-            content=text_of(given.get("content"), "content"),
-            thinking=texts[thinking],
-            tool_calls=_calls_of(given.get("tool_calls", ())),
-            name=texts["name"],
-            tool_call_id=texts["tool_call_id"],
-            parse_error=texts["parse_error"],
+            role=role, content=content, thinking=thought, tool_calls=_calls_of(calls), **texts
         )
 
     def to_dict(self) -> dict[str, Any]:
