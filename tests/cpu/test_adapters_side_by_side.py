@@ -102,8 +102,7 @@ CASES = [c for n, c in enumerate(GRID) if PROOF or bin(n).count("1") % 2]
 def test_a_token_has_the_bits_of_its_adapter_alone_and_of_its_training(kind, dtype, is_scarce):
     base = make_base(kind, dtype)
     trainers = {
-        name: Trainer(adapted(base, name), TrainerConfig(lr=1e-2), like="unused")
-        for name in SHAPES
+        name: Trainer(adapted(base, name), TrainerConfig(lr=1e-2), like="unused") for name in SHAPES
     }
     scarce = {"kv_cache_tokens": 768, "max_num_sequences": 6, "max_step_tokens": 48}
     engine = make_engine(base, **(scarce if is_scarce else {"resident_rows": False}))
