@@ -139,6 +139,8 @@ class SignalConfig(Checked):
 class ModelChoice(Checked):
     """The model and how it is run: settings that every kind of run has."""
 
+    CONFLICTS: ClassVar = CONFLICTS["any"]
+
     name: str = "run"
     """Names the run directory: runs/NAME-TIMESTAMP."""
     model: str = "tiny-gpt-oss"
@@ -194,7 +196,6 @@ class ModelChoice(Checked):
         super().__post_init__()
         is_name = bool(self.name) and "/" not in self.name
         require(self, name=(is_name, "usable as part of a directory name"))
-        check_conflicts(self, CONFLICTS["any"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +216,8 @@ class _SampledModel(ModelChoice):
 @dataclass(frozen=True, kw_only=True)
 class Config(_SampledModel):
     """One training run."""
+
+    CONFLICTS: ClassVar = CONFLICTS["any"] | CONFLICTS["run"]
 
     steps: Annotated[int, Interval(f"[1, {MAX_STEPS}]")] = 100
     """Training steps."""
@@ -328,8 +331,7 @@ class Config(_SampledModel):
         return is_own and not self.max_staleness
 
     def __post_init__(self) -> None:
-        ModelChoice.__post_init__(self)
-        check_conflicts(self, CONFLICTS["run"])
+        super().__post_init__()
         self.chosen_correction.check_updates(self.trainer.updates_per_batch)
         self._check_seats()
 
@@ -359,6 +361,8 @@ class Config(_SampledModel):
 class SupervisedConfig(ModelChoice):
     """One supervised run: `lockstep sft`."""
 
+    CONFLICTS: ClassVar = CONFLICTS["any"] | CONFLICTS["supervised"]
+
     sft: SFTConfig = field(default_factory=SFTConfig)
     """The file of dialogues, and how it is trained on."""
     data: DialogueConfig | None = None
@@ -373,10 +377,6 @@ class SupervisedConfig(ModelChoice):
     create: Literal["", "gpt_oss", "qwen3", "qwen3_next"] = ""
     """Begin with a tiny model of this architecture, random weights and a tokenizer made for the
     dialogues, in place of `model`."""
-
-    def __post_init__(self) -> None:
-        ModelChoice.__post_init__(self)
-        check_conflicts(self, CONFLICTS["supervised"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,7 +397,7 @@ class ServeConfig(_SampledModel):
     """A session without a request for this time has failed: its agent is gone. 0: no limit."""
 
     def __post_init__(self) -> None:
-        ModelChoice.__post_init__(self)
+        super().__post_init__()
         require(self, api=(bool(self.api), "agents, tinker, or both"))
         if "tinker" in self.api:
             check_conflicts(self, CONFLICTS["tinker"])
