@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment
 from lockstep.agent.mcp import Offered, ServerAddress, ToolServer
 from lockstep.agent.tools import ToolLimits
-from lockstep.config import ABOVE_0
 from lockstep.envs.questions import QuestionEnvironment, _ScoredTasks
 from lockstep.errors import ConfigError
 from lockstep.launch.event_loop import run_to_end
@@ -29,7 +28,7 @@ class MCPConfig(ServerAddress, _ScoredTasks):
     server: Literal["shared", "episode"] = "shared"
     """shared: one server for all episodes. episode: a process for each, started by command, for
     tools that change something."""
-    start_seconds: Annotated[float, ABOVE_0] = 30.0
+    start_seconds: ClassVar[float] = 120.0
     """Seconds for a server to start, or to be connected, and to list its tools."""
 
     def __post_init__(self) -> None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from lockstep.agent.config import AgentConfig
-from lockstep.agent.environment import Environment, Observation, Score, first_messages
+from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.scoring import ExactScorer, ScorerConfig
+from lockstep.agent.task_config import AskedTasks
 from lockstep.agent.tools import ToolEnvironment, ToolLimits
 from lockstep.dialogues import read_prompt
 from lockstep.envs.data_files import FileTasks
@@ -16,14 +17,12 @@ from lockstep.types import Message, Task
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ScoredTasks(FileTasks):
+class _ScoredTasks(AskedTasks, FileTasks):
     """Base of task kinds that read the user's file and score with the setting `scorer`."""
 
     path: str = ""
     """JSONL with a task per line: {"id", "question"} or {"id", "messages"}, and the keys that the
     scorer reads (`answer`, ...)."""
-    instructions: str = ""
-    """Developer message before a question. Empty: none."""
     scorer: ScorerConfig = field(default_factory=ExactScorer)
     """Scorer of an episode."""
 
@@ -31,7 +30,7 @@ class _ScoredTasks(FileTasks):
         """The messages before the first reply."""
         asked = task.payload.get("messages")
         said = task.payload["question"] if asked is None else read_prompt(asked)
-        return first_messages(said, instructions=self.instructions)
+        return self.asked(said)
 
     def check(self) -> None:
         self.scorer.check()

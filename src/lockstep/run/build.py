@@ -242,7 +242,7 @@ class _Builder:
         needs: dict[Need, bool] = {
             "training": self.is_training,
             "truncation": config.agent.is_truncated,
-            "rescoring": config.chosen_correction.behaviour == "averaged",
+            "rescoring": config.chosen_correction.rescorings > 0,
             "replay": config.trainer.routing_replay == "rollout",
             "sleep": config.engine.share_device,
         }
@@ -483,7 +483,7 @@ def load_model(
         )
     if config.lora is None or model_files.lora is None:
         return model
-    add_adapter(model, model_files.lora, seed=config.lora.seed)
+    add_adapter(model, model_files.lora, seed=config.seed)
     if weights is not None:
         check_policy(model, weights, like=model_files.directory)
     if source := weights or config.lora.path:
