@@ -145,6 +145,15 @@ class EmbeddedConfig(EngineConfig):
     def num_workers(self) -> int:
         return self.replicas
 
+    def check_lookup(self, *, has_states: bool, has_graphs: bool) -> None:
+        """Raises ConfigError if guesses are asked for and cannot be taken back."""
+        if self.lookup_tokens and (has_states or has_graphs):
+            raise ConfigError(
+                f"engine.lookup_tokens={self.lookup_tokens}: guesses cannot be taken back from a "
+                "state of linear attention, nor computed in a CUDA graph. Leave it out, or set "
+                "engine.cuda_graphs=false."
+            )
+
     def sized(
         self,
         room: int | None = None,

@@ -164,6 +164,10 @@ def preflight(
         check_critic(config, model_files)
     if config.distill is not None:
         check_teachers(config, config.distill, model_files)
+    if isinstance(engine := config.engine, EmbeddedConfig):
+        model, is_gpu = model_files.model, config.expected_device == "cuda"
+        has_states = isinstance(model, ModelConfig) and model.linear is not None
+        engine.check_lookup(has_states=has_states, has_graphs=engine.cuda_graphs and is_gpu)
     config.trainer.check_routers(model_files.model, has_adapter=config.lora is not None)
     check_parallel(config, model_files.model)
     if is_training:
