@@ -1,6 +1,6 @@
 """Cost of a sandbox: the first program, programs one after the other, and many at once.
 
-    python benchmarks/sandbox.py [--only KIND ...] [--bwrap PATH] [--programs N]
+    python benchmarks/sandbox.py [--only KIND ...] [--programs N]
 
 `bare` is CPython in a process for each program, without any isolation: the baseline of the others,
 not for use. The program is a typical call of a calculator by a model. All times are wall time.
@@ -49,18 +49,18 @@ class Bare:
         return
 
 
-def open_kind(kind: str, workers: int, bwrap: str) -> Sandbox:
+def open_kind(kind: str, workers: int) -> Sandbox:
     if kind == "monty":
         return MontyConfig(workers=workers).open()
     if kind == "bwrap":
-        config = BubblewrapConfig(workers=workers, command=bwrap)
+        config = BubblewrapConfig(workers=workers)
         config.check()
         return config.open()
     return Bare(workers)
 
 
-async def measure(kind: str, *, workers: int, num_programs: int, bwrap: str) -> dict[str, float]:
-    sandbox = open_kind(kind, workers, bwrap)
+async def measure(kind: str, *, workers: int, num_programs: int) -> dict[str, float]:
+    sandbox = open_kind(kind, workers)
 
     async def run(session: str = "") -> float:
         began = time.perf_counter()
@@ -97,16 +97,13 @@ async def measure(kind: str, *, workers: int, num_programs: int, bwrap: str) -> 
 def compare(
     *,
     only: tuple[str, ...] = ("bare", "monty", "bwrap"),
-    bwrap: str = "bwrap",
     programs: int = 200,
     workers: int = 2,
 ) -> Iterator[Row]:
     found: dict[str, dict[str, float]] = {}
     for kind in only:
         try:
-            found[kind] = asyncio.run(
-                measure(kind, workers=workers, num_programs=programs, bwrap=bwrap)
-            )
+            found[kind] = asyncio.run(measure(kind, workers=workers, num_programs=programs))
         except ConfigError as error:
             note(f"{kind}: left out: {error}")
             continue

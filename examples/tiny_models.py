@@ -72,7 +72,7 @@ def demonstrate_search(
     """
     config = config or DocSearchConfig()
     problem = world_problem(world, config)
-    dialogue = first_messages(world.question, instructions=config.instructions)
+    dialogue = config.asked(world.question)
     num_calls = 0
 
     def call(arguments: str, result: str) -> None:

@@ -42,7 +42,7 @@ from trl import GRPOConfig, GRPOTrainer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from measuring import peak_mib
 
-from lockstep.agent.environment import Environment, first_messages
+from lockstep.agent.environment import Environment
 from lockstep.config import resolve
 from lockstep.envs.docsearch.config import INVALID_CALL, DocSearchConfig
 from lockstep.objectives.config import PPOClip
@@ -275,10 +275,7 @@ def search_parts(config: Config) -> dict[str, Any]:
     tokenizer.response_template = form["response_template"]
     check_format(tokenizer, renderer)
     SearchWorld.config = config
-    rows = rows_of(
-        config,
-        lambda one: first_messages(one.payload["question"], instructions=task.instructions),
-    )
+    rows = rows_of(config, lambda one: task.asked(one.payload["question"]))
     longest_prompt = max(
         len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"])
         for row in rows

@@ -19,7 +19,7 @@ from functools import cache
 from typing import ClassVar
 
 from lockstep.agent.config import AgentConfig
-from lockstep.agent.environment import Environment, first_messages
+from lockstep.agent.environment import Environment
 from lockstep.agent.task_config import DialogueConfig, Split, TaskConfig
 from lockstep.agent.tasks import GeneratedSource, TaskSource
 from lockstep.agent.tools import ToolLimits
@@ -125,7 +125,7 @@ class ChainDemonstrationsConfig(DialogueConfig):
 
     def demonstrate(self, rng: random.Random, *, is_noisy: bool) -> list[Message]:
         world = chain(rng.getrandbits(48))
-        dialogue = first_messages(world.question, instructions=SEARCH.instructions)
+        dialogue = SEARCH.asked(world.question)
         value = ""
         for hop, fact in enumerate(world.path):
             if is_noisy and hop and rng.random() < STOPS_EARLY:

@@ -58,7 +58,7 @@ ROWS: dict[str, tuple[str, RendererConfig]] = {
     "llama3": ("llama3_2", Llama3Config()),
     "llama3, as text, without dates": (
         "llama3_2",
-        Llama3Config(tool_replies="text", has_dates=False, tools_in_user_message=False),
+        Llama3Config(tool_replies="text", current_date="", tools_in_user_message=False),
     ),
     **{f"jinja, {name}": (name, JinjaConfig()) for name in NAMES},
     "jinja, qwen3, thinking=drop": ("qwen3", JinjaConfig(thinking="drop")),

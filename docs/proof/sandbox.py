@@ -1,6 +1,6 @@
 """The suite of hostile programs on every sandbox that this machine has, under its usual limits.
 
-    python docs/proof/sandbox.py [--bwrap PATH]      writes sandbox.json, for docs/sandbox.md
+    python docs/proof/sandbox.py      writes sandbox.json, for docs/sandbox.md
 
 `check_sandbox` raises at the first promise that is broken, so what is written was kept: how each
 program ended, how long the longest took, for how long the event loop stood still at most, and by
@@ -45,11 +45,10 @@ def proof_of(config: SandboxConfig) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--bwrap", default="bwrap")
-    options = parser.parse_args()
+    parser.parse_args()
     kinds: dict[str, SandboxConfig] = {
         "monty": MontyConfig(limits=LIMITS),
-        "bwrap": BubblewrapConfig(limits=LIMITS, command=options.bwrap),
+        "bwrap": BubblewrapConfig(limits=LIMITS),
         "container": ContainerConfig(limits=LIMITS),
     }
     found: dict[str, Any] = {}

@@ -30,22 +30,16 @@ from lockstep.config import (
     flatten,
     from_dict,
     from_settings,
-    nested,
     read_tree,
     resolve,
     to_dict,
 )
 from lockstep.display import show_once, warn
 from lockstep.errors import (
-    CheckpointError,
     ConfigError,
-    DataError,
     DiskFullError,
+    InputError,
     LockstepError,
-    MissingExtraError,
-    RankError,
-    RendererError,
-    RunError,
     StorageError,
     is_full_disk,
 )
@@ -65,17 +59,6 @@ OK, FAILED, BAD_INPUT, STOPPED, INTERRUPTED, READER_LEFT = 0, 1, 2, 3, 130, 141
 
 END_SECONDS = 10.0
 """Seconds until the process ends, once its command has, whatever threads are left."""
-
-_INPUT_ERRORS = (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    MissingExtraError,
-    OSError,
-    RankError,
-    RendererError,
-    RunError,
-)
 
 _REWARDS = ("reward_first", "reward_last_10")
 
@@ -142,7 +125,7 @@ def _main(argv: Sequence[str] | None) -> int:
         if is_full_disk(error) and not isinstance(error, DiskFullError):
             error = DiskFullError(f"the disk is full ({error}). Free some space, and try again.")
         _complain(error, options)
-        is_input = isinstance(error, _INPUT_ERRORS) and not isinstance(error, StorageError)
+        is_input = isinstance(error, (InputError, OSError)) and not isinstance(error, StorageError)
         return BAD_INPUT if is_input else FAILED
     except KeyboardInterrupt:
         print("interrupted.", file=sys.stderr)
@@ -332,7 +315,7 @@ def _sft(options: argparse.Namespace) -> int | None:
         return _show_settings(options, find_supervised_recipe, SupervisedConfig)
     path, given = _config_file(options.target), {s.partition("=")[0].strip() for s in settings}
     if path is not None:
-        tree = nested(read_tree(path))
+        tree = read_tree(path)
         config, given = from_settings(SupervisedConfig, tree, settings), given | {*flatten(tree)}
     else:
         config = resolve(find_supervised_recipe(options.target or "sft"), settings)

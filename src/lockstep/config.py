@@ -383,6 +383,8 @@ class Interval:
             return ""
         if high < math.inf:
             return f"in {self.text}"
+        if low == -math.inf:
+            return "a finite number"
         if self.text[0] == "(":
             return f"a finite number above {low:g}"
         return f"{'' if isinstance(value, int) else 'a finite number of '}at least {low:g}"
@@ -393,6 +395,7 @@ def at_least(least: float) -> Interval:
 
 
 ABOVE_0 = Interval("(0, inf)")
+FINITE = Interval("(-inf, inf)")
 
 
 class Checked:

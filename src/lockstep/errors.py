@@ -2,7 +2,8 @@
 
 Every error of Lockstep derives from `LockstepError`, so one `except` catches them all, and also
 from the standard type that fits, so that code without Lockstep's types still does the right
-thing. A message names the expected value, the found value, the place and the next step.
+thing. Errors of what a command was given also derive from `InputError`. A message names the
+expected value, the found value, the place and the next step.
 
     LockstepError
       ConfigError        (ValueError)    a setting is unknown, mistyped or contradicts another
@@ -50,7 +51,12 @@ class LockstepError(Exception):
     """Base of every error that Lockstep raises on purpose."""
 
 
-class ConfigError(LockstepError, ValueError):
+class InputError(LockstepError):
+    """Base of the errors that end a command with exit code 2: what it was given is wrong, or a
+    process of several is lost."""
+
+
+class ConfigError(InputError, ValueError):
     """A setting is unknown, has the wrong type or contradicts another one."""
 
 
@@ -58,7 +64,7 @@ class SettingError(ConfigError):
     """A setting has a value that it may not have. The message starts with `Class.setting=`."""
 
 
-class DataError(LockstepError, ValueError):
+class DataError(InputError, ValueError):
     """A file given by the user is malformed. The message starts with `path:line`."""
 
 
@@ -89,11 +95,11 @@ class RoutingReplayError(LockstepError, ValueError):
     the positions that were found and needed, and the likely cause."""
 
 
-class RendererError(LockstepError, ValueError):
+class RendererError(InputError, ValueError):
     """A dialogue cannot be written as tokens, or the tokenizer lacks what the format needs."""
 
 
-class CheckpointError(LockstepError, ValueError):
+class CheckpointError(InputError, ValueError):
     """Weights or a checkpoint cannot be loaded: missing, misshapen, torn or of another model."""
 
 
@@ -183,7 +189,7 @@ class OutOfMemoryError(LockstepError, MemoryError):
     """A step needs more memory than there is. Names the settings that lower it."""
 
 
-class RunError(LockstepError, RuntimeError):
+class RunError(InputError, RuntimeError):
     """A run directory is in use by another process, not a run, or cannot be resumed."""
 
 
@@ -211,12 +217,12 @@ class MismatchError(LockstepError, RuntimeError):
         self.remedy = remedy
 
 
-class RankError(LockstepError, RuntimeError):
+class RankError(InputError, RuntimeError):
     """Processes that train together disagree about the run, or one of them has stopped. Names the
     difference with both values, or the stopped process and its reason."""
 
 
-class MissingExtraError(LockstepError, ImportError):
+class MissingExtraError(InputError, ImportError):
     """An optional package is not installed. The message names the extra to install."""
 
     @classmethod

@@ -6,7 +6,6 @@ down; the others belong to the room that reads them.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -17,6 +16,7 @@ from lockstep.agent.gateway.config import GatewayConfig
 from lockstep.agent.task_config import DialogueConfig, TaskConfig
 from lockstep.config import (
     ABOVE_0,
+    FINITE,
     Checked,
     Interval,
     at_least,
@@ -28,7 +28,7 @@ from lockstep.config import (
 from lockstep.correction.config import Correction
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 from lockstep.errors import ConfigError
-from lockstep.launch.config import LocalPlacement, ParallelConfig, PlacementConfig, RayPlacement
+from lockstep.launch.config import Demand, LocalPlacement, ParallelConfig, PlacementConfig
 from lockstep.launch.gpu import Device, shows_gpu
 from lockstep.models.lora_config import LoraConfig
 from lockstep.objectives.config import GRPO, AdvantageConfig, CreditConfig, ObjectiveConfig, PPOClip
@@ -96,33 +96,24 @@ class EvaluationConfig(_HeldOutTasks):
     sets: Mapping[str, EvaluationSet] = field(default_factory=dict[str, EvaluationSet])
     """name -> further tasks to test on: evaluation.sets.NAME.task=KIND. Their figures are
     eval/NAME/..., and the best checkpoint is not chosen by them."""
-    success_reward: float = 0.999
+    success_reward: Annotated[float, FINITE] = 0.999
     """A sample with at least this reward has passed (pass@k)."""
     at_start: bool = True
     """Test before the first step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_finite = math.isfinite(self.success_reward)
-        require(self, success_reward=(is_finite, "a finite number"))
         if taken := {*self.sets} & {"sampled", "greedy", "loss", "train"}:
             raise ConfigError(f"evaluation.sets.{min(taken)}: the name is taken. Choose another.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig(Checked):
-    """Checks of the sampled and trained rows of a run, and the reaction to a finding."""
+    """Checks of the sampled and trained rows of a run."""
 
     rows: Annotated[int, at_least(0)] = 16
     """Rows of each step to check, whole groups, other tasks in turn; 0 checks none. Only checks
     that need no model are made; they take milliseconds."""
-    on_critical: Literal["note", "stop"] = "note"
-    """stop: end the run with a checkpoint as soon as a step has a cause or max(|k1|, k2, k3) above
-    0.1. note: report it and continue."""
-    health: bool = True
-    """Report silent obstacles to learning at each step: cut or failed episodes, tools that always
-    fail or are never called, groups without a signal, an unusual learning rate. The same lines are
-    in `health/*`, in the report and at the end of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +124,6 @@ class SignalConfig(Checked):
     """Tasks that a step may draw beyond groups_per_step. They replace tasks whose episodes all have
     the same reward and so teach nothing (dynamic sampling of DAPO, Yu et al. 2025). If they do not
     suffice, the step trains the groups without a signal too. 0 replaces none."""
-    on_shortage: Literal["train", "stop"] = "train"
-    """stop: end the run with a checkpoint after a step that has used all its extra tasks and still
-    has groups without a signal. train: report it and continue."""
     order: Literal["stream", "expected"] = "stream"
     """stream: tasks as they come. expected: tasks are drawn in proportion to their expected signal,
     the share of their past groups with differing rewards; the others wait for the next epoch."""
@@ -151,6 +139,8 @@ class SignalConfig(Checked):
 class ModelChoice(Checked):
     """The model and how it is run: settings that every kind of run has."""
 
+    CONFLICTS: ClassVar = CONFLICTS["any"]
+
     name: str = "run"
     """Names the run directory: runs/NAME-TIMESTAMP."""
     model: str = "tiny-gpt-oss"
@@ -159,17 +149,14 @@ class ModelChoice(Checked):
     """Let transformers run the model in place of the decoder: for architectures that the decoder
     does not have. For training alone: another engine samples, and the contract, routing replay,
     recompute, adapters and sharding are refused. Needs the extra `transformers`."""
-    vision: Literal["refuse", "keep"] = "refuse"
-    """Treatment of a checkpoint with a tower that reads images: refuse it, or keep the tower as it
-    is, never run and never trained, beside the language model."""
     seed: Annotated[int, Interval("[0, 9223372036854775808)")] = 0
     """Seed of tasks, sampling and every other draw."""
     max_tokens: Annotated[int, at_least(1)] = 512
     """Longest row: prompt, sampled and observed tokens of one episode."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of the trainer, and of the sampler unless engine.dtype differs; auto is
-    bfloat16 on a GPU and float32 on a CPU, and a run stores which. The optimizer
-    keeps float32 masters; float16 gradients are scaled (trainer.loss_scale)."""
+    bfloat16 on a GPU and float32 on a CPU, and a run stores which. The optimizer keeps float32
+    masters. With float16 the loss has a factor against underflow of small gradients."""
     threads: Annotated[int, Interval("[1, 4096]")] = 1
     """CPU threads of torch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -209,12 +196,28 @@ class ModelChoice(Checked):
         super().__post_init__()
         is_name = bool(self.name) and "/" not in self.name
         require(self, name=(is_name, "usable as part of a directory name"))
-        check_conflicts(self, CONFLICTS["any"])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(ModelChoice):
+class _SampledModel(ModelChoice):
+    """A model that samples, in a training run or for a server."""
+
+    contract: ContractChoice = "auto"
+    """Promise about the sampler's and the trainer's log-probs. true-on-policy: equal bit for bit,
+    proved at the start and checked on every token, or the run is refused. auto: the same if this
+    machine can keep it, else none, and the plan says why. none: stock arithmetic, equal to
+    rounding."""
+    engine: EngineConfig = field(default_factory=EmbeddedConfig)
+    """Engine that samples."""
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    """HTTP server through which agent programs reach the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(_SampledModel):
     """One training run."""
+
+    CONFLICTS: ClassVar = CONFLICTS["any"] | CONFLICTS["run"]
 
     steps: Annotated[int, Interval(f"[1, {MAX_STEPS}]")] = 100
     """Training steps."""
@@ -230,6 +233,11 @@ class Config(ModelChoice):
     """Number of steps that the sampling weights may be behind. 0 samples and trains in turn. Above
     0, up to this many later batches are sampled ahead. Their episodes get new weights in the middle
     of a reply, and an engine in another process samples while the trainer trains."""
+    stop_on: tuple[Literal["weights", "mismatch", "shortage"], ...] = ("weights",)
+    """Findings that end the run with a checkpoint and exit code 3; others are reported. weights:
+    the engine runs other weights than the trainer's. mismatch: a step has a cause of the doctor's,
+    or max(|k1|, k2, k3) above 0.1. shortage: a step has used signal.max_extra_tasks and still has
+    groups without a signal."""
     over_stale: Literal["correct", "drop"] = "correct"
     """Treatment of a row with a token older than max_staleness (a replica lagged behind): train on
     it with its correction like any other, or drop it. It is counted either way."""
@@ -240,17 +248,8 @@ class Config(ModelChoice):
     seats: Mapping[str, SeatConfig] = field(default_factory=dict[str, SeatConfig])
     """seat -> who plays it, in a task of several: seats.second=frozen
     seats.second.model=RUN@STEP. Default: the policy in training plays all of them."""
-    contract: ContractChoice = "auto"
-    """Promise about the sampler's and the trainer's log-probs. true-on-policy: equal bit for bit,
-    proved at the start and checked on every token, or the run is refused. auto: the same if this
-    machine can keep it, else none, and the plan says why. none: stock arithmetic, equal to
-    rounding."""
     agent: AgentConfig = field(default_factory=AgentConfig)
     """Budgets of an episode and how its tokens are drawn."""
-    gateway: GatewayConfig = field(default_factory=GatewayConfig)
-    """HTTP server through which the agent programs of a task reach the model."""
-    engine: EngineConfig = field(default_factory=EmbeddedConfig)
-    """Engine that samples."""
     placement: PlacementConfig = field(default_factory=LocalPlacement)
     """Machines that run the processes of the run."""
     sync: SyncConfig = field(default_factory=SyncConfig)
@@ -271,7 +270,7 @@ class Config(ModelChoice):
     or single settings. none chooses bypass if the sampler runs the trainer's own decoder in its
     dtype and in step with it, and mis otherwise."""
     doctor: DoctorConfig = field(default_factory=DoctorConfig)
-    """Checks of the trained rows, and the reaction to a cause that they find."""
+    """Checks of the trained rows; `stop_on` says what ends a run."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Tests on held-out tasks."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -280,10 +279,15 @@ class Config(ModelChoice):
     """Trajectories to keep, and extra loggers."""
 
     @property
-    def expected_device(self) -> Device:
-        if self.device == "auto" and isinstance(self.placement, RayPlacement):
-            return "cuda" if self.placement.trainer_gpus else "cpu"
-        return ModelChoice.expected_device.__get__(self)
+    def demand(self) -> Demand:
+        """What the processes of the run need of their machines."""
+        is_on_gpu, engine = self.expected_device == "cuda", self.engine
+        return Demand(
+            num_engines=engine.num_workers,
+            cores=self.threads,
+            trainer_gpus=int(is_on_gpu),
+            engine_gpus=engine.gpus_each if is_on_gpu and not engine.share_device else 0,
+        )
 
     @property
     def tested(self) -> dict[str, Config]:
@@ -296,6 +300,10 @@ class Config(ModelChoice):
             others: dict[str, Any] = {"task": each.task, "seats": {}} if each.task else {}
             out[name] = replace(self, evaluation=evaluation, **others)
         return out
+
+    @property
+    def stops_on_shortage(self) -> bool:
+        return "shortage" in self.stop_on
 
     @property
     def chosen_correction(self) -> Correction:
@@ -323,8 +331,7 @@ class Config(ModelChoice):
         return is_own and not self.max_staleness
 
     def __post_init__(self) -> None:
-        ModelChoice.__post_init__(self)
-        check_conflicts(self, CONFLICTS["run"])
+        super().__post_init__()
         self.chosen_correction.check_updates(self.trainer.updates_per_batch)
         self._check_seats()
 
@@ -354,6 +361,8 @@ class Config(ModelChoice):
 class SupervisedConfig(ModelChoice):
     """One supervised run: `lockstep sft`."""
 
+    CONFLICTS: ClassVar = CONFLICTS["any"] | CONFLICTS["supervised"]
+
     sft: SFTConfig = field(default_factory=SFTConfig)
     """The file of dialogues, and how it is trained on."""
     data: DialogueConfig | None = None
@@ -369,26 +378,16 @@ class SupervisedConfig(ModelChoice):
     """Begin with a tiny model of this architecture, random weights and a tokenizer made for the
     dialogues, in place of `model`."""
 
-    def __post_init__(self) -> None:
-        ModelChoice.__post_init__(self)
-        check_conflicts(self, CONFLICTS["supervised"])
-
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(ModelChoice):
+class ServeConfig(_SampledModel):
     """Settings of `lockstep serve`: the model, and defaults for requests."""
 
     name: str = "serve"
     api: tuple[Literal["agents", "tinker"], ...] = ("agents",)
     """APIs to offer: agents (OpenAI's and Anthropic's), tinker, or both."""
-    contract: ContractChoice = "auto"
-    """As in training: with tinker, the numerics that sampler and trainer share."""
-    engine: EngineConfig = field(default_factory=EmbeddedConfig)
-    """Engine that samples."""
     tinker: TinkerConfig = field(default_factory=TinkerConfig)
     """Limits of Tinker's API, and what the server keeps."""
-    gateway: GatewayConfig = field(default_factory=GatewayConfig)
-    """Address of the server, and limits of one request."""
     agent: SamplingConfig = field(default_factory=SamplingConfig)
     """How the replies to requests that name nothing else are drawn. No request gets more than
     agent.max_turn_tokens."""
@@ -398,7 +397,7 @@ class ServeConfig(ModelChoice):
     """A session without a request for this time has failed: its agent is gone. 0: no limit."""
 
     def __post_init__(self) -> None:
-        ModelChoice.__post_init__(self)
+        super().__post_init__()
         require(self, api=(bool(self.api), "agents, tinker, or both"))
         if "tinker" in self.api:
             check_conflicts(self, CONFLICTS["tinker"])

@@ -289,7 +289,7 @@ def _rows(config: SupervisedConfig, model_files: ModelFiles) -> Rows:
             examples.append(row)
         steps = left if number == len(stages) - 1 else round(stage.share * sft.steps)
         left -= steps
-        written = replace(sft, observed_weight=0.0, word_weights={})
+        written = replace(sft, observed_weight=0.0)
         rows = sft_rows(examples, renderer, written, max_tokens=limit, seed=config.seed + number)
         streams.append(islice(rows, steps * sft.rows_per_step))
     return chain.from_iterable(streams), tested

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from lockstep.config import ABOVE_0, Checked, at_least
+from lockstep.config import Checked, at_least
 from lockstep.errors import ConfigError
 
 KEY_PREFIX = "tml-"
@@ -28,10 +28,10 @@ class TinkerConfig(Checked):
     models: tuple[str, ...] = ()
     """Base models as NAME=MODEL, by the names that clients use. Empty serves the model of the
     command under its own name."""
-    silent_seconds: Annotated[float, ABOVE_0] = 300.0
+    silent_seconds: ClassVar[float] = 300.0
     """Seconds without a sign of life (clients send one every 10 s) until a session counts as gone:
     its models and samplers are unloaded, its checkpoints stay."""
-    state_seconds: Annotated[float, at_least(0)] = 60.0
+    state_seconds: ClassVar[float] = 60.0
     """Seconds of a model's work between saves of its state. An update saves when they have passed,
     so a restart repeats about that much at most."""
     result_seconds: ClassVar[float] = 3600.0

@@ -344,14 +344,10 @@ class Message:
         for key, text in texts.items():
             if not isinstance(text, str):
                 raise FieldError(key, f"must be text, found {text!r:.60}.")
+        role, thought = cast("Role", texts.pop("role") or "?"), texts.pop(thinking)
+        content, calls = text_of(given.get("content"), "content"), given.get("tool_calls", ())
         return cls(
-            role=cast("Role", texts["role"] or "?"),
-            content=text_of(given.get("content"), "content"),
-            thinking=texts[thinking],
-            tool_calls=_calls_of(given.get("tool_calls", ())),
-            name=texts["name"],
-            tool_call_id=texts["tool_call_id"],
-            parse_error=texts["parse_error"],
+            role=role, content=content, thinking=thought, tool_calls=_calls_of(calls), **texts
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -511,24 +507,19 @@ class SamplingParams:
     distribution "sampled", unless the request is greedy."""
 
     def __post_init__(self) -> None:
-        problem, is_sampled = "", self.distribution == "sampled"
-        found = f"distribution='sampled', found {self.distribution!r}"
-        if self.max_tokens < 1:
-            problem = f"max_tokens={self.max_tokens} must be at least 1"
-        elif not self.temperature >= 0:
-            problem = f"temperature={self.temperature} must be at least 0"
-        elif not 0 < self.top_p <= 1:
-            problem = f"top_p={self.top_p} must lie in (0, 1]"
-        elif self.top_k < 0:
-            problem = f"top_k={self.top_k} must be at least 0 (0 is off)"
-        elif "" in self.stop_strings:
-            problem = "an empty stop string would stop at once"
-        elif self.record_support and not is_sampled:
-            problem = f"record_support=True needs {found}"
-        elif self.grammar and self.temperature > 0 and not is_sampled:
-            problem = f"a grammar needs {found}"
-        if problem:
-            raise ConfigError(f"sampling: {problem}.")
+        is_drawn_so = self.distribution == "sampled"
+        needed = f"needs distribution='sampled', found {self.distribution!r}"
+        for is_right, text in (
+            (self.max_tokens >= 1, f"max_tokens={self.max_tokens} must be at least 1"),
+            (self.temperature >= 0, f"temperature={self.temperature} must be at least 0"),
+            (0 < self.top_p <= 1, f"top_p={self.top_p} must lie in (0, 1]"),
+            (self.top_k >= 0, f"top_k={self.top_k} must be at least 0 (0 is off)"),
+            ("" not in self.stop_strings, "an empty stop string would stop at once"),
+            (is_drawn_so or not self.record_support, f"record_support=True {needed}"),
+            (is_drawn_so or not self.grammar or self.temperature == 0, f"a grammar {needed}"),
+        ):
+            if not is_right:
+                raise ConfigError(f"sampling: {text}.")
 
     @property
     def is_truncated(self) -> bool:

@@ -21,10 +21,10 @@ from lockstep.training.config import TrainerConfig
 from lockstep.training.trainer import Trainer
 
 SHAPES = {
-    "even": LoraConfig(rank=16, alpha=3.0, seed=1),
-    "same": LoraConfig(rank=16, alpha=3.0, seed=2),
-    "odd": LoraConfig(rank=5, alpha=2.0, seed=3),
-    "partial": LoraConfig(rank=16, alpha=3.0, seed=4, targets=("*.v_proj", "*.down_proj")),
+    "even": LoraConfig(rank=16, alpha=3.0),
+    "same": LoraConfig(rank=16, alpha=3.0),
+    "odd": LoraConfig(rank=5, alpha=2.0),
+    "partial": LoraConfig(rank=16, alpha=3.0, targets=("*.v_proj", "*.down_proj")),
 }
 """The first two are multiplied together; the others each by themselves."""
 NAMES = ["", *SHAPES]
@@ -39,11 +39,11 @@ def make_base(kind, dtype):
     return base
 
 
-def adapted(base, config):
-    """A decoder over `base` with an adapter whose B is not 0."""
-    model = decoder_over(base)
-    add_adapter(model, lora_shape(config, base.config), seed=config.seed)
-    generator = torch.Generator().manual_seed(config.seed)
+def adapted(base, name):
+    """A decoder over `base` with the adapter of this name, whose B is not 0."""
+    model, seed = decoder_over(base), NAMES.index(name)
+    add_adapter(model, lora_shape(SHAPES[name], base.config), seed=seed)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".B" in name or name.endswith("_lora.B"):
@@ -102,8 +102,7 @@ CASES = [c for n, c in enumerate(GRID) if PROOF or bin(n).count("1") % 2]
 def test_a_token_has_the_bits_of_its_adapter_alone_and_of_its_training(kind, dtype, is_scarce):
     base = make_base(kind, dtype)
     trainers = {
-        name: Trainer(adapted(base, config), TrainerConfig(lr=1e-2), like="unused")
-        for name, config in SHAPES.items()
+        name: Trainer(adapted(base, name), TrainerConfig(lr=1e-2), like="unused") for name in SHAPES
     }
     scarce = {"kv_cache_tokens": 768, "max_num_sequences": 6, "max_step_tokens": 48}
     engine = make_engine(base, **(scarce if is_scarce else {"resident_rows": False}))
@@ -128,7 +127,7 @@ def test_a_token_has_the_bits_of_its_adapter_alone_and_of_its_training(kind, dty
 def test_floods_crashes_and_nans_of_an_adapter_leave_anothers_tokens_and_weights_as_they_are():
     base = make_base("gpt_oss", "float32")
     calm, alone, wild = (
-        Trainer(adapted(base, SHAPES[name]), TrainerConfig(lr=1e-2), like="unused")
+        Trainer(adapted(base, name), TrainerConfig(lr=1e-2), like="unused")
         for name in ("even", "even", "same")
     )
     engine = make_engine(base, kv_cache_tokens=1024, max_num_sequences=16)

@@ -17,7 +17,7 @@ EXPECTED = {
         PPOClip(clip=(0.2, 0.2), aggregate="sequence_mean", kl_coef=0.04, kl_estimator="k3"), GRPO()
     ),
     "dr_grpo": (
-        PPOClip(clip=(0.2, 0.2), aggregate="fixed_length", fixed_length=256),
+        PPOClip(clip=(0.2, 0.2), aggregate=256),
         GRPO(normalize_std=False),
     ),
     "dapo": (PPOClip(clip=(0.2, 0.28), aggregate="token_mean"), GRPO()),
@@ -59,7 +59,7 @@ def test_the_users_settings_stand_wherever_they_are_written(capsys):
 
 
 def test_a_method_follows_the_length_that_the_user_gave(capsys):
-    assert planned(capsys, "method=dr_grpo", "max_tokens=300")["objective"]["fixed_length"] == 300
+    assert planned(capsys, "method=dr_grpo", "max_tokens=300")["objective"]["aggregate"] == 300
 
 
 def test_a_method_is_trained(tmp_path, capsys):

@@ -97,8 +97,11 @@ def printed(key: str = "", **gateway: Any) -> list[str]:
         ({"port": 80, "host": "::1"}, "http://[::1]:80"),
         ({"port": 80, "host": "0.0.0.0"}, "http://127.0.0.1:80"),
         ({"port": 80, "host": "::"}, "http://[::1]:80"),
-        ({"port": 443, "certificate": "a.pem"}, "https://127.0.0.1:443"),
-        ({"port": 443, "host": "example.org", "certificate": "a.pem"}, "https://example.org:443"),
+        ({"port": 443, "certificate": ("a.pem",)}, "https://127.0.0.1:443"),
+        (
+            {"port": 443, "host": "example.org", "certificate": ("a.pem",)},
+            "https://example.org:443",
+        ),
     ],
 )
 def test_the_lines_can_be_pasted_into_a_shell(monkeypatch: Any, gateway: dict[str, Any], url: str):
@@ -146,8 +149,8 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_server_with_a_certificate_speaks_https_alone(certificate: Path, tmp_path: Path):
     key = certificate.with_name("key.pem")
-    settings = (f"gateway.certificate={certificate}", f"gateway.certificate_key={key}")
-    with BackgroundServer(MODEL, "api=tinker", *settings, key=KEY, out=tmp_path) as server:
+    files = f"gateway.certificate={certificate},{key}"
+    with BackgroundServer(MODEL, "api=tinker", files, key=KEY, out=tmp_path) as server:
         assert server.url.startswith("https://127.0.0.1:")
         trusted = ssl.create_default_context(cafile=str(certificate))
         request = urllib.request.Request(
@@ -162,6 +165,6 @@ def test_a_server_with_a_certificate_speaks_https_alone(certificate: Path, tmp_p
 def test_a_certificate_that_cannot_be_used_is_named(certificate: Path, tmp_path: Path):
     os.symlink(certificate, tmp_path / "alone.pem")
     for name in ("alone.pem", "missing.pem"):
-        config = GatewayConfig(certificate=str(tmp_path / name))
+        config = GatewayConfig(certificate=(str(tmp_path / name),))
         with pytest.raises(ConfigError, match=f"gateway.certificate=.*{name}.*PEM"):
             asyncio.run(Listener(config).start())

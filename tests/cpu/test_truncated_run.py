@@ -31,8 +31,8 @@ def test_sampler_and_trainer_agree_over_the_recorded_support(tmp_path, filters):
 
 
 def test_averaged_log_probs_of_truncated_tokens_are_refused_before_a_model_is_loaded():
-    settings = ["agent.top_k=8", "correction.behaviour=averaged"]
-    with pytest.raises(ConfigError, match=r"behaviour=averaged.*agent\.top_p=1 "):
+    settings = ["agent.top_k=8", "correction.rescorings=8"]
+    with pytest.raises(ConfigError, match=r"rescorings=8.*agent\.top_p=1 "):
         preflight(quickstart_with(*settings))
 
 

@@ -123,7 +123,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(cluster, tmp_path):
 
 def test_a_cluster_without_room_says_what_it_has(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(RayPlacement, "wait_seconds", 1.0)
-    config = quickstart_with(*SMALL, "placement.trainer_cpus=64")
+    config = quickstart_with(*SMALL, "threads=64")
     with pytest.raises(ConfigError, match=r"64.*\b1\b.*{'CPU': 4\b"):
         train(config, out=tmp_path / "run", view="json")
     assert not (tmp_path / "run").exists()

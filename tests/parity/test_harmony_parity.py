@@ -68,7 +68,6 @@ def their_messages(messages, tools=(), config=None):
         oh.SystemContent.new()
         .with_model_identity(config.identity)
         .with_reasoning_effort(oh.ReasoningEffort(config.reasoning_effort.capitalize()))
-        .with_knowledge_cutoff(config.knowledge_cutoff)
     )
     if config.current_date:
         system = system.with_conversation_start_date(config.current_date)
@@ -140,9 +139,7 @@ def sampled(text):
     [
         HarmonyConfig(),
         HarmonyConfig(thinking="drop", reasoning_effort="high", current_date="2025-08-05"),
-        HarmonyConfig(
-            identity="You are a test.", knowledge_cutoff="2020-01", reasoning_effort="low"
-        ),
+        HarmonyConfig(identity="You are a test.", reasoning_effort="low"),
     ],
     ids=["default", "drop", "other words"],
 )

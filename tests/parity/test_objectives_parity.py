@@ -21,7 +21,7 @@ TOLERANCE = 1e-6
 AGGREGATES = {
     "token-mean": {"how": "token_mean"},
     "seq-mean-token-mean": {"how": "sequence_mean"},
-    "seq-mean-token-sum-norm": {"how": "fixed_length", "fixed_length": 24},
+    "seq-mean-token-sum-norm": {"how": 24},
 }
 
 

@@ -9,14 +9,12 @@ import torch
 from quickstarts import quickstart_with
 from safetensors import safe_open
 
-from lockstep.config import resolve
-from lockstep.errors import ConfigError
 from lockstep.models.config import ModelConfig
 from lockstep.models.hf_io import load_checkpoint, save_checkpoint
 from lockstep.models.locate import locate_model
 from lockstep.models.lora_config import LoraConfig, lora_shape
 from lockstep.ops.context import PackedContext
-from lockstep.run.preflight import read_model_files
+from lockstep.run.preflight import read_model_files, summary
 
 WHOLES = json.loads(Path(__file__).with_suffix(".json").read_text())
 IDS = torch.randint(0, 80, (41,), generator=torch.Generator().manual_seed(1))
@@ -103,7 +101,7 @@ def test_adapters_have_the_names_of_transformers_modules(whole):
     assert {site.hf_name for site in shape.sites} <= modules
 
 
-def test_a_run_keeps_the_tower_if_it_is_told_to(whole):
+def test_a_run_keeps_the_tower_and_says_so(whole):
     _, directory = whole
     config = json.loads((directory / "config.json").read_text())
     config["text_config"]["vocab_size"] = 4096
@@ -112,6 +110,6 @@ def test_a_run_keeps_the_tower_if_it_is_told_to(whole):
     for name in ("tokenizer.json", "renderer.json"):
         (directory / name).write_bytes((locate_model("tiny-qwen3") / name).read_bytes())
     run = quickstart_with(f"model={directory}")
-    with pytest.raises(ConfigError, match="vision=keep"):
-        read_model_files(run)
-    assert read_model_files(resolve(run, ["vision=keep"])).model.has_vision
+    found = read_model_files(run)
+    assert found.model.has_vision
+    assert any("images     not read: the tower is kept" in line for line in summary(run, found))

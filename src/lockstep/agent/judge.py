@@ -30,6 +30,8 @@ from lockstep.tables import tables_beside
 from lockstep.types import Message, Task
 
 MAX_PAUSE_SECONDS = 30.0
+LOWEST, HIGHEST = 0, 10
+"""Grades of a judge; they are made 0 and 1."""
 MAX_CHARS = 20_000
 """Characters of the answer, or of the dialogue, that the judge reads; the rest is cut, with a note
 to the judge."""
@@ -65,8 +67,6 @@ class JudgeScorer(ScorerConfig):
     """The message to the judge, with {rubric}, {question}, {answer}, {reference}, {dialogue},
     {low} and {high}; `@FILE` reads it from a file. Question, answer, reference and dialogue come as
     quotations that their text cannot end."""
-    grades: tuple[float, float] = (0.0, 10.0)
-    """Lowest and highest grade; they are made 0 and 1."""
     samples: Annotated[int, at_least(1)] = 1
     """Gradings per episode; the reward is their median."""
     temperature: Annotated[float, at_least(0)] = 0.0
@@ -84,10 +84,8 @@ class JudgeScorer(ScorerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        low, high = self.grades
         require(
             self,
-            grades=(-math.inf < low < high < math.inf, "(lowest, highest)"),
             temperature=(self.samples == 1 or self.temperature > 0, "above 0 with samples > 1"),
             url=(bool(re.match(r"(https?://|$)", self.url)), "http://... or https://..."),
         )
@@ -161,25 +159,23 @@ class JudgeScorer(ScorerConfig):
             text = str(reply["choices"][0]["message"]["content"])
         except (LookupError, TypeError):
             raise JudgeError(f"the reply has no text: {json.dumps(reply)[:200]}") from None
-        grade, (low, high) = grade_in(text), self.grades
-        if grade is None:
+        if (grade := grade_in(text)) is None:
             raise JudgeError(f'the reply has no {{"score": NUMBER}}: ...{text[-200:]!r}')
-        if not low <= grade <= high:
-            raise JudgeError(f"the grade {grade:g} is not between {low:g} and {high:g}")
-        return (grade - low) / (high - low)
+        if not LOWEST <= grade <= HIGHEST:
+            raise JudgeError(f"the grade {grade:g} is not between {LOWEST} and {HIGHEST}")
+        return (grade - LOWEST) / (HIGHEST - LOWEST)
 
     def _question(self, task: Task, answer: str, dialogue: Sequence[Message]) -> str:
         rubric, prompt = self._texts
         question = next((m.content for m in dialogue if m.role == "user"), "")
-        low, high = self.grades
         values = {
             "rubric": rubric,
             "question": quoted(question),
             "answer": quoted(answer, limit=MAX_CHARS),
             "reference": quoted("\n".join(accepted_answers(task)) or "(none)"),
             "dialogue": quoted("\n".join(_lines_of(dialogue)), limit=MAX_CHARS),
-            "low": f"{low:g}",
-            "high": f"{high:g}",
+            "low": str(LOWEST),
+            "high": str(HIGHEST),
         }
         return prompt.format_map(values)
 

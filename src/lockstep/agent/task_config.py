@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig
-from lockstep.agent.environment import Environment, GroupScorer
+from lockstep.agent.environment import Environment, GroupScorer, first_messages
 from lockstep.agent.harness import Harness
 from lockstep.agent.match import Match
 from lockstep.agent.tasks import TaskSource
@@ -75,6 +75,23 @@ class TaskConfig(Checked):
     async def close(self) -> None:
         """Ends resources that the episodes shared, such as the processes of a sandbox. Called once,
         after the last episode; the config may be used again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedTasks(TaskConfig):
+    """Base of task kinds whose episodes begin with a developer message and a question."""
+
+    IS_BASE: ClassVar[bool] = True
+
+    instructions: str | None = None
+    """Developer message. none: the kind's own, if it has one, which says how to answer. Empty: no
+    message."""
+
+    def asked(self, question: str | Sequence[Message], *, own: str = "") -> list[Message]:
+        """The messages before the first reply. own: the developer message that `instructions`
+        replaces."""
+        given = own if self.instructions is None else self.instructions
+        return first_messages(question, instructions=given)
 
 
 CLEAN_SHARE = 0.75

@@ -16,12 +16,10 @@ from lockstep.config import ABOVE_0, Checked, at_least
 from lockstep.errors import ConfigError
 
 Anchor = Literal["rollout", "recomputed", "on_policy"]
-Behaviour = Literal["rollout", "averaged"]
 Level = Literal["none", "token", "sequence", "geometric"]
 Bound = Literal["truncate", "clip", "mask"]
 Stat = Literal["ratio", "k1", "k2", "k3", "prob_diff", "old_prob"]
 Aggregation = Literal["token", "sum", "mean", "max", "level"]
-Scope = Literal["token", "sequence"]
 Denominator = Literal["original", "kept"]
 
 BY_LEVEL: Mapping[Level, tuple[Aggregation, float, float]] = {
@@ -58,13 +56,10 @@ class Rule(Checked):
     """ratio: trainer / rollout. k1: rollout - trainer, nats; k2: half its square; k3: ratio - 1 -
     log ratio. prob_diff: |p_trainer - p_rollout|. old_prob: p_trainer, before the update."""
     aggregation: Aggregation = "token"
-    """token: each token by itself. sum, mean: over the sequence; for a ratio in log space (product
-    and geometric mean). max: the sequence's worst token, on either side. level: token, sum or mean,
-    as `correction.level` says; bounds of a ratio that are open then follow the level too."""
-    scope: Scope | None = None
-    """Unit that is rejected: the token, or its whole sequence. None is the token for
-    aggregation=token and the sequence otherwise; aggregation=token with scope=sequence is a veto,
-    the same as max."""
+    """token: each token by itself. The others reject whole sequences. sum, mean: over the sequence;
+    for a ratio in log space (product and geometric mean). max: the sequence's worst token, on
+    either side (a veto). level: token, sum or mean, as `correction.level` says; bounds of a ratio
+    that are open then follow the level too."""
     low: float | None = None
     high: float | None = None
     only_negative_advantage: bool = False
@@ -79,10 +74,9 @@ class Rule(Checked):
         super().__post_init__()
         low, high, stat = self.low, self.high, self.stat
         given = [b for b in (low, high) if b is not None]
-        found, how = f"found low={low}, high={high}", f": aggregation={self.aggregation}"
+        found = f"found low={low}, high={high}"
         is_empty = not given and (stat, self.aggregation) != ("ratio", "level")
         is_unsigned = stat in UNSIGNED and (low is not None or min(given, default=0) < 0)
-        is_divided = self.aggregation != "token" and self.scope == "token"
         is_swapped = len(given) > 1 and not given[0] < given[1]
         is_averaged = stat == "old_prob" and self.aggregation in ("sum", "mean")
         is_no_prob = stat == "old_prob" and not all(0 <= b <= 1 for b in given)
@@ -95,8 +89,11 @@ class Rule(Checked):
             (is_unsigned, f": {stat} is never below 0, {found}. Give high alone, at least 0."),
             (is_no_prob, f": bounds of a probability are from 0 to 1, {found}. Logs?"),
             (is_no_ratio, f": bounds of a ratio are above 0, {found}. Its log is minus k1."),
-            (is_divided, f"{how} judges whole sequences; use scope=sequence."),
-            (is_averaged, f"{how} of probabilities hides the worst. Use token or max."),
+            (
+                is_averaged,
+                f": aggregation={self.aggregation} of probabilities hides the worst. Use token or "
+                "max.",
+            ),
         )
 
     def at(self, level: Level) -> Rule:
@@ -113,20 +110,17 @@ class Rule(Checked):
         """NAME of the metric `correction/rejected_by/NAME`."""
         if self.label:
             return self.label
-        scope = "sequence" if self.is_sequence else "token"
-        parts = [scope, self.aggregation, self.stat]
-        return "_".join(p for i, p in enumerate(parts) if i != 1 or p != "token")
+        return f"{'sequence_' * self.is_sequence}{self.aggregation}_{self.stat}"
 
     @property
     def is_sequence(self) -> bool:
         """True if it rejects whole sequences."""
-        usual = "token" if self.aggregation == "token" else "sequence"
-        return (self.scope or usual) == "sequence"
+        return self.aggregation != "token"
 
     @property
     def needs_worst_token(self) -> bool:
         """True if a single token can reject its sequence."""
-        return self.is_sequence and self.aggregation in ("token", "max")
+        return self.aggregation == "max"
 
     @property
     def rejects_impossible(self) -> bool:
@@ -139,13 +133,13 @@ class Rule(Checked):
     def veto_prob(cls, floor: float = 1e-6) -> Rule:
         """Rejects a sequence if any of its tokens is less probable than this under the trainer's
         policy before the update (the veto of the slime authors' text)."""
-        return cls(stat="old_prob", scope="sequence", low=floor, label="veto_prob")
+        return cls(stat="old_prob", aggregation="max", low=floor, label="veto_prob")
 
     @classmethod
     def veto_ratio(cls, floor: float = 1e-4) -> Rule:
         """Rejects a sequence if the ratio of any of its tokens is below this (the veto of slime's
         code, `rs_veto_threshold`)."""
-        return cls(stat="ratio", scope="sequence", low=floor, label="veto_ratio")
+        return cls(stat="ratio", aggregation="max", low=floor, label="veto_ratio")
 
     @classmethod
     def opsm(cls, delta: float = 1e-4) -> Rule:
@@ -172,11 +166,9 @@ class Correction(Checked):
     corrects the gap too, one forward per step). recomputed: old, from a forward of its own
     (decoupled; the weight corrects the gap). on_policy: the policy in training itself, so that the
     ratio is exactly 1 and nothing is clipped (one update per batch, equal policy version)."""
-    behaviour: Behaviour = "rollout"
-    """Log-probs of the behaviour: those recorded while sampling, or the mean probability over
-    re-scorings by the engine that sampled (`rescorings`)."""
-    rescorings: Annotated[int, at_least(1)] = 8
-    """Number of re-scorings by the engine, with behaviour=averaged."""
+    rescorings: Annotated[int, at_least(0)] = 0
+    """Times that the engine that sampled scores each token again: the mean probability is then the
+    behaviour's (8 is usual). 0 takes the log-probs that were recorded while sampling."""
     level: Level = "none"
     """Ratio that is the weight. token: the token's own. sequence: the product over the sequence,
     unbiased and of huge variance. geometric: its geometric mean, which does not grow with length.
@@ -214,7 +206,7 @@ class Correction(Checked):
         limits, has_weights = f".limits={low:g},{high:g}", level != "none"
         is_beside_1 = low > 1 or (has_weights and high < 1)
         is_twice = has_weights and anchor == "rollout"
-        is_unread = self.behaviour == "averaged" and self.is_idle
+        is_unread = self.rescorings > 0 and self.is_idle
         is_idle_normalize = bool(self.normalize) and not has_weights
         is_cut_below = has_weights and self.bound == "truncate" and low != 0
         names = [rule.name for rule in self.rules]
@@ -225,7 +217,7 @@ class Correction(Checked):
             (is_cut_below, f"{limits}: bound=truncate has no lower limit; clip and mask have one."),
             (is_twice, f": level={level} with anchor=rollout counts trainer / rollout twice."),
             (is_idle_normalize, ".normalize=true: level=none has no weight."),
-            (is_unread, f".behaviour=averaged is never read with anchor={anchor} and no level."),
+            (is_unread, f".rescorings are never read with anchor={anchor} and no level."),
             (len(set(names)) < len(names), f".reject: give one of {names} a label of its own."),
         )
 
@@ -235,6 +227,11 @@ class Correction(Checked):
     def rules(self) -> tuple[Rule, ...]:
         """`reject`, at this level."""
         return tuple(rule.at(self.level) for rule in self.reject)
+
+    @property
+    def behaviour(self) -> str:
+        """Column of the behaviour's log-probs."""
+        return "averaged_logprobs" if self.rescorings else "rollout_logprobs"
 
     @property
     def is_normalized(self) -> bool:
@@ -347,7 +344,7 @@ class Correction(Checked):
     def averaged(cls, n: int = 8) -> Correction:
         """The behaviour's probability averaged over n re-scorings by the engine that sampled
         (KwaiKAT 2025), as the old policy of the objective."""
-        return cls(anchor="rollout", behaviour="averaged", rescorings=n)
+        return cls(anchor="rollout", rescorings=n)
 
 
 _PRESETS = "bypass decoupled tis mis icepop geometric_mask on_policy averaged"

@@ -35,10 +35,10 @@ class PoolConfig(Checked):
     the time it is asked for one token, and a twelfth lies between two pings. One that is out is
     tried again after a twelfth, then after twice as long each time, up to half of it. Requests wait
     as long as that half when all replicas are out."""
-    reply_seconds: Annotated[float, ABOVE_0] = 600.0
+    reply_seconds: ClassVar[float] = 600.0
     """A request without a token for this time counts as lost and is sent again, if its replica
     serves others."""
-    load_seconds: Annotated[float, ABOVE_0] = 600.0
+    load_seconds: ClassVar[float] = 600.0
     """Limit for loading weights; a replica that takes longer is taken out."""
 
 
@@ -97,7 +97,7 @@ class EmbeddedConfig(EngineConfig):
     replicas: Annotated[int, at_least(0)] = 0
     """Processes that sample, each with a copy of the weights, and a GPU of its own if there are
     any. 0 samples inside the training process, from its weights."""
-    restarts: Annotated[int, at_least(0)] = 3
+    restarts: ClassVar[int] = 3
     """Times that each of these processes is started again after it has died."""
     dtype: SampleDtype = "same"
     """Dtype of the sampler; same is the trainer's. Another one samples from a copy of the weights,
@@ -144,6 +144,15 @@ class EmbeddedConfig(EngineConfig):
     @property
     def num_workers(self) -> int:
         return self.replicas
+
+    def check_lookup(self, *, has_states: bool, has_graphs: bool) -> None:
+        """Raises ConfigError if guesses are asked for and cannot be taken back."""
+        if self.lookup_tokens and (has_states or has_graphs):
+            raise ConfigError(
+                f"engine.lookup_tokens={self.lookup_tokens}: guesses cannot be taken back from a "
+                "state of linear attention, nor computed in a CUDA graph. Leave it out, or set "
+                "engine.cuda_graphs=false."
+            )
 
     def sized(
         self,
@@ -192,6 +201,9 @@ class ServedConfig(EngineConfig):
     """A server counts as frozen if a request gets no byte for this time."""
     api_key_env: str = ""
     """Environment variable with the servers' key; the key itself is never stored."""
+    deterministic: bool = False
+    """Replies that do not depend on the batch. vLLM: VLLM_BATCH_INVARIANT=1, slower kernels for
+    GPUs only. SGLang: a server without --enable-deterministic-inference is refused."""
     take_over: bool = False
     """Use servers that another run holds, or held when it crashed. If that run is alive, it stops
     with an error."""
@@ -226,10 +238,6 @@ class SGLangConfig(ServedConfig):
     TAG: ClassVar[str] = "sglang"
     can_record_routes: ClassVar[bool] = True
     CONFLICTS = _CONFLICTS["sglang"]
-
-    deterministic: bool = False
-    """Refuse a server that was started without --enable-deterministic-inference. With the flag a
-    reply depends on the request's seed and not on the batch."""
 
 
 DecoderChoice = Literal["auto", "lockstep", "vllm"]
@@ -267,9 +275,6 @@ class VllmConfig(ServedConfig):
     prefix_cache: bool = True
     """Keep the keys and values of finished requests, so that the next turn computes only its new
     tokens."""
-    deterministic: bool = False
-    """VLLM_BATCH_INVARIANT=1: slower kernels, for GPUs only, whose result does not depend on the
-    batch."""
     tensor_parallel: Annotated[int, at_least(1)] = 1
     """GPUs that one replica is spread over."""
     delta_sync: bool = False
@@ -341,7 +346,7 @@ class VllmConfig(ServedConfig):
         return ""
 
     def _check_attached(self) -> None:
-        applies = {"decoder", *(entry.name for entry in fields(ServedConfig))}
+        applies = {"decoder", *(entry.name for entry in fields(ServedConfig))} - {"deterministic"}
         for entry in fields(self):
             value = getattr(self, entry.name)
             if entry.name not in applies and value != entry.default:

@@ -176,11 +176,11 @@ def _lack(found: Capabilities, needs: Collection[Need], *, is_plain: bool) -> st
             "(sampled). Set agent.top_p=1 agent.top_k=0"
         )
     if "rescoring" in needs and not found.has_score:
-        return "cannot score given ids. Set correction.behaviour=rollout"
+        return "cannot score given ids. Set correction.rescorings=0"
     if "rescoring" in needs and not is_plain and "tempered" not in found.scored_distributions:
         return (
             f"scores given ids under {', '.join(found.scored_distributions)}. Set "
-            "agent.temperature=1 or correction.behaviour=rollout"
+            "agent.temperature=1 or correction.rescorings=0"
         )
     if "replay" in needs and not found.has_routed_experts:
         experts = "does not hand out the experts that tokens went to"

@@ -93,10 +93,8 @@ def sample(
         assert top_p is not None and top_k is not None, "a filtering rule needs top_p and top_k"
         ids, kept = _draw_filtered(logp, uniform, top_p, top_k, ops)
         kept = kept if allowed is None else kept & allowed
-    elif allowed is not None or logits.is_cuda:  # a stock softmax there depends on the batch
-        ids = ops.draw(logp.exp(), uniform)
     else:
-        ids = ops.draw(_probs(logits, rule.temperature), uniform)
+        ids = ops.draw(logp.exp(), uniform)
     if kept is not None and rule.distribution == "sampled":
         # The trainer's arithmetic over the support, not a log-prob minus a log mass.
         logp = ops.log_softmax(logits, temperature=rule.temperature, kept=kept)
@@ -104,12 +102,6 @@ def sample(
     if rule.distribution == "model" and rule.temperature != 1.0:
         logp = ops.log_softmax(logits)
     return ids[:, 0], logp.gather(1, ids)[:, 0], None
-
-
-def _probs(logits: Tensor, temperature: float) -> Tensor:
-    """exp(log_softmax) up to rounding, but cheaper."""
-    logits = logits.float()
-    return torch.softmax(logits if temperature == 1.0 else logits / temperature, -1)
 
 
 def _draw_filtered(

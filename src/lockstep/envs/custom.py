@@ -16,10 +16,10 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 
 from lockstep.agent.config import AgentConfig
-from lockstep.agent.environment import Environment, Observation, Score, first_messages
+from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.guard import checked_number, described, guarded, result_of
 from lockstep.agent.references import LIVE, find, is_reference
-from lockstep.agent.task_config import IN_PROCESS, Split
+from lockstep.agent.task_config import IN_PROCESS, AskedTasks, Split
 from lockstep.agent.tasks import derive_seed
 from lockstep.agent.tools import (
     Tool,
@@ -91,7 +91,7 @@ Reward = Callable[[Episode], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class CustomConfig(FileTasks):
+class CustomConfig(AskedTasks, FileTasks):
     """Your tools, your reward, your tasks. Functions are named by where they are: mytools.py:search
     or package.module:search."""
 
@@ -111,8 +111,6 @@ class CustomConfig(FileTasks):
     question: str = "question"
     """Column of the first user message: text, or a list of messages that the model is to answer.
     Without it, `messages`. A list that ends with an assistant's message is refused."""
-    instructions: str = ""
-    """Developer message before the question. Empty: none."""
     workers: Annotated[int, at_least(0)] = 0
     """Processes that run the tools and the reward, one call at a time each. A call that holds
     Python's lock, such as a regular expression that explodes, is ended there at its limit; they
@@ -174,7 +172,7 @@ class CustomConfig(FileTasks):
             raise DataError(
                 f"{self.question} must be text or a list of messages, found {shortened(asked)}."
             )
-        return first_messages(said, instructions=self.instructions)
+        return self.asked(said)
 
     def notes(self) -> list[str]:
         found = [f"the column {name!r} is left out: {why}" for name, why in self.left_out.items()]

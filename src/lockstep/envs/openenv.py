@@ -18,9 +18,9 @@ from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig
-from lockstep.agent.environment import Environment, Observation, Score, first_messages
+from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.json_schema import schema_problem
-from lockstep.agent.task_config import Split, TaskConfig
+from lockstep.agent.task_config import AskedTasks, Split
 from lockstep.agent.tasks import GeneratedSource, TaskSource
 from lockstep.agent.tools import Tool, ToolLimits, ToolOutput, ToolRunner, unreadable
 from lockstep.config import ABOVE_0, did_you_mean
@@ -36,7 +36,7 @@ HIDDEN = ("metadata",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenEnvConfig(TaskConfig):
+class OpenEnvConfig(AskedTasks):
     """An environment of OpenEnv on a running server. Each episode has its own session, and its
     reward comes from the steps. Needs the extra `http`."""
 
@@ -44,30 +44,22 @@ class OpenEnvConfig(TaskConfig):
 
     url: str = ""
     """Address of the server: http://HOST:PORT."""
-    action: Literal["tool", "text"] = "tool"
-    """Form of an action. tool: a call of the tool `action_name`, whose arguments are the fields of
-    the server's action. text: the reply is the field `action_field`."""
-    action_name: str = "act"
-    """Name of the tool."""
     action_field: str = ""
-    """Field of the reply, for action=text. Empty: the only required field of an action."""
+    """Field of the server's action that a reply becomes. Empty: the model has the tool `act`, whose
+    arguments are the fields."""
     observation_field: str = ""
     """Field of an observation that the model reads. Empty: the whole observation, as JSON."""
-    instructions: str = ""
-    """Developer message. Empty: none."""
     reset: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of each reset, in addition to the seed: task.reset.level=3."""
     reward: Literal["sum", "last"] = "sum"
     """Reward of an episode: the sum of its steps' rewards, or the last one."""
     step_seconds: Annotated[float, ABOVE_0] = 60.0
     """Seconds for a reset or a step; a slower server fails the episode."""
-    queue_seconds: Annotated[float, ABOVE_0] = 600.0
+    queue_seconds: ClassVar[float] = 600.0
     """Seconds that an episode waits for a free session."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.action_field and self.action == "tool":
-            raise ConfigError("action_field is for action=text; a tool call has all the fields.")
         if "seed" in self.reset:
             raise ConfigError("reset.seed: it is the task's. Leave it out (seed=N is above).")
 
@@ -75,9 +67,17 @@ class OpenEnvConfig(TaskConfig):
         """Requests the schema of actions from the server."""
         if not self.url:
             raise ConfigError("url is empty: give the server, task.url=http://HOST:PORT.")
-        _ = self._schema
-        if self.action == "text":
-            _ = self._text_field
+        fields = self._schema["properties"]
+        if (name := self.action_field) and name not in fields:
+            hint = did_you_mean(name, fields)
+            raise ConfigError(f"action_field={name}: no such field of its actions.{hint}")
+        required = self._schema.get("required", ())
+        others = [each for each in fields if each in required and each != name]
+        if name and others:
+            raise ConfigError(
+                f"action_field={name}: an action must have {', '.join(others)} too, and a reply is "
+                "one field. Leave action_field out: a call of the tool has all of them."
+            )
 
     def tasks(self, *, split: Split, seed: int) -> TaskSource:
         """Endless. A task is a seed for the server's reset. The splits draw different seeds;
@@ -109,24 +109,6 @@ class OpenEnvConfig(TaskConfig):
         # `title` is the name of a Python class.
         return {k: v for k, v in action.items() if k != "title"} | {"properties": fields}
 
-    @cached_property
-    def _text_field(self) -> str:
-        fields = self._schema["properties"]
-        if self.action_field and self.action_field not in fields:
-            raise ConfigError(
-                f"action_field={self.action_field}: no such field of its actions."
-                f"{did_you_mean(self.action_field, fields)}"
-            )
-        required = [name for name in self._schema.get("required", ()) if name in fields]
-        chosen = self.action_field or (required[0] if len(required) == 1 else "")
-        if not chosen or set(required) - {chosen}:
-            raise ConfigError(
-                f"action=text: an action has the fields {', '.join(fields)} and must have "
-                f"{', '.join(required) or 'none of them'}. Name the field for the reply with "
-                "action_field=NAME, or use action=tool."
-            )
-        return chosen
-
 
 class OpenEnvEnvironment(Environment):
     """One session on the server."""
@@ -136,10 +118,10 @@ class OpenEnvEnvironment(Environment):
         self.tools: Sequence[Tool] = ()
         self.rewards: list[float] = []
         self._is_over = False
-        if config.action == "tool":
+        if not config.action_field:
             schema = config._schema
             act = Tool(
-                name=config.action_name,
+                name="act",
                 description=schema.get("description", "").strip() or "Acts in the environment.",
                 parameters={k: v for k, v in schema.items() if k != "description"},
                 function=self._act,
@@ -155,13 +137,13 @@ class OpenEnvEnvironment(Environment):
         first = await self._opened(sent)
         if first.get("done"):
             raise ToolServerError(f"{self.config.url}: the episode is over before its first step.")
-        return first_messages(self._text(first), instructions=self.config.instructions)
+        return self.config.asked(self._text(first))
 
     async def step(self, message: Message) -> Observation:
         if message.parse_error:
             return Observation(messages=(unreadable(message),))
-        if self.config.action == "text":
-            output = await self._act(**{self.config._text_field: message.content})
+        if self.config.action_field:
+            output = await self._act(**{self.config.action_field: message.content})
             reply = Message(role="user", content=output.text)
             return Observation(messages=(reply,), done=self._is_over, metrics=output.metrics)
         if not message.tool_calls:
@@ -235,7 +217,7 @@ class OpenEnvEnvironment(Environment):
                 raise ToolServerError(f"{url}: reset failed: {_words_of(data)}.")
             if asyncio.get_running_loop().time() >= deadline:
                 raise ToolServerError(
-                    f"{url}: no session was free for queue_seconds={self.config.queue_seconds:g}: "
+                    f"{url}: no session was free for {self.config.queue_seconds:g} s: "
                     f"{_words_of(data)}. Let the server have more (max_concurrent_envs), or set "
                     "agent.max_in_flight."
                 )

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig
-from lockstep.agent.environment import Environment, Observation, Score, first_messages
+from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.mcp import Offered, ServerAddress, ToolServer
 from lockstep.agent.scoring import ExactScorer, ScorerConfig
+from lockstep.agent.task_config import AskedTasks
 from lockstep.agent.tools import ToolEnvironment, ToolLimits
-from lockstep.config import ABOVE_0
 from lockstep.dialogues import read_prompt
 from lockstep.envs.data_files import FileTasks
 from lockstep.errors import ConfigError
@@ -22,14 +22,12 @@ from lockstep.types import Message, Task
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ScoredTasks(FileTasks):
+class _ScoredTasks(AskedTasks, FileTasks):
     """Base of task kinds that read the user's file and score with the setting `scorer`."""
 
     path: str = ""
     """JSONL with a task per line: {"id", "question"} or {"id", "messages"}, and the keys that the
     scorer reads (`answer`, ...)."""
-    instructions: str = ""
-    """Developer message before a question. Empty: none."""
     scorer: ScorerConfig = field(default_factory=ExactScorer)
     """Scorer of an episode."""
 
@@ -37,7 +35,7 @@ class _ScoredTasks(FileTasks):
         """The messages before the first reply."""
         asked = task.payload.get("messages")
         said = task.payload["question"] if asked is None else read_prompt(asked)
-        return first_messages(said, instructions=self.instructions)
+        return self.asked(said)
 
     def check(self) -> None:
         self.scorer.check()
@@ -98,7 +96,7 @@ class MCPConfig(ServerAddress, _ScoredTasks):
     server: Literal["shared", "episode"] = "shared"
     """shared: one server for all episodes. episode: a process for each, started by command, for
     tools that change something."""
-    start_seconds: Annotated[float, ABOVE_0] = 30.0
+    start_seconds: ClassVar[float] = 120.0
     """Seconds for a server to start, or to be connected, and to list its tools."""
 
     def __post_init__(self) -> None:

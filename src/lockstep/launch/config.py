@@ -6,9 +6,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, NamedTuple
 
-from lockstep.config import ABOVE_0, Checked, Interval, at_least
+from lockstep.config import ABOVE_0, Checked, at_least
 from lockstep.errors import ConfigError
 
 
@@ -84,6 +84,19 @@ class ParallelConfig(Checked):
             )
 
 
+class Demand(NamedTuple):
+    """What the processes of a run need of their machines."""
+
+    num_engines: int = 0
+    """Processes that sample."""
+    cores: int = 1
+    """Cores of each process."""
+    trainer_gpus: int = 0
+    """GPUs of each process that trains."""
+    engine_gpus: int = 0
+    """GPUs of each engine; none of its own where it takes turns with the trainer."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig(Checked):
     """Base of the kinds of the setting `placement`, which says where processes are started."""
@@ -92,11 +105,10 @@ class PlacementConfig(Checked):
         """True if this process only starts and watches a run on other machines."""
         return False
 
-    def check(self, parallel: ParallelConfig, *, num_engines: int, is_shared: bool) -> None:
-        """Raises ConfigError if a run cannot be placed like this. num_engines: number of processes
-        that sample. is_shared: they take turns with the trainer on one device."""
+    def check(self, parallel: ParallelConfig, demand: Demand) -> None:
+        """Raises ConfigError if a run cannot be placed like this."""
 
-    def describe(self, parallel: ParallelConfig, *, num_engines: int) -> list[str]:
+    def describe(self, parallel: ParallelConfig, demand: Demand) -> list[str]:
         """Lines about the placement for the plan of a run."""
         return []
 
@@ -110,25 +122,14 @@ class LocalPlacement(PlacementConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RayPlacement(PlacementConfig):
-    """A Ray cluster: each process that trains is an actor, with the resources of its engines. Needs
-    the extra `ray`, and the same files on all machines."""
+    """A Ray cluster: each process that trains is an actor, with the resources of its engines: cores
+    by `threads`, GPUs by `device` and the engine. As few machines are used as possible. Needs the
+    extra `ray`, and the same files on all machines."""
 
     TAG: ClassVar[str] = "ray"
 
     address: str = "auto"
     """Address of the cluster: HOST:PORT, or auto for this machine's own cluster."""
-    trainer_gpus: Annotated[int, Interval("[0, 1]")] = 0
-    """GPUs of each training process: 1 or 0."""
-    trainer_cpus: Annotated[float, ABOVE_0] = 1.0
-    """Cores that Ray sets aside for each of them."""
-    replica_gpus: Annotated[int, at_least(0)] = 0
-    """GPUs of each engine of engine.replicas: 1, or vLLM's engine.tensor_parallel. 0 without GPUs,
-    and with engine.share_device=true, where they take turns with the trainer on its own."""
-    replica_cpus: Annotated[float, ABOVE_0] = 1.0
-    """Cores that Ray sets aside for each of them."""
-    strategy: Literal["pack", "spread", "strict_pack", "strict_spread"] = "pack"
-    """pack: the fewest machines possible; spread: the most. strict_...: exactly so, else an
-    error."""
     wait_seconds: ClassVar[float] = 300.0
     """Longest wait for room in the cluster."""
     env: tuple[str, ...] = ()
@@ -138,29 +139,24 @@ class RayPlacement(PlacementConfig):
     def is_elsewhere(self) -> bool:
         return "RANK" not in os.environ
 
-    def check(self, parallel: ParallelConfig, *, num_engines: int, is_shared: bool) -> None:
-        self.places(parallel, num_engines=num_engines)
-        if num_engines and bool(self.replica_gpus) != (self.trainer_gpus and not is_shared):
-            raise ConfigError(
-                f"placement.trainer_gpus={self.trainer_gpus} placement.replica_gpus="
-                f"{self.replica_gpus}: engine and trainer run on one kind of device. Give both "
-                "GPUs, or neither; or the trainer alone, with engine.share_device=true."
-            )
+    def check(self, parallel: ParallelConfig, demand: Demand) -> None:
+        self.places(parallel, demand)
 
-    def places(self, parallel: ParallelConfig, *, num_engines: int) -> list[dict[str, float]]:
+    def places(self, parallel: ParallelConfig, demand: Demand) -> list[dict[str, int]]:
         """[rank] The resources of a process that trains and of its engines, as Ray reads them."""
         world, out = parallel.num_processes(os.environ), []
+        count, cores, trainer_gpus, engine_gpus = demand
         for rank in range(world):
-            own = len(share_of(num_engines, rank, world, "engine.replicas")) if num_engines else 0
-            cpus = self.trainer_cpus + own * self.replica_cpus
-            gpus = self.trainer_gpus + own * self.replica_gpus
-            out.append({"CPU": cpus} | ({"GPU": gpus} if gpus else {}))
+            own = len(share_of(count, rank, world, "engine.replicas")) if count else 0
+            gpus = trainer_gpus + own * engine_gpus
+            out.append({"CPU": (1 + own) * cores} | ({"GPU": gpus} if gpus else {}))
         return out
 
-    def describe(self, parallel: ParallelConfig, *, num_engines: int) -> list[str]:
+    def describe(self, parallel: ParallelConfig, demand: Demand) -> list[str]:
         where = "cluster of this machine" if self.address == "auto" else f"at {self.address}"
-        lines = [f"placement  the Ray {where}, {self.strategy}"]
-        for rank, place in enumerate(self.places(parallel, num_engines=num_engines)):
-            what = ", ".join(f"{count:g} {name}" for name, count in place.items())
-            lines.append(f"           rank {rank}{' and its engines' * bool(num_engines)}: {what}")
+        whose = " and its engines" * bool(demand.num_engines)
+        lines = [f"placement  the Ray {where}"]
+        for rank, place in enumerate(self.places(parallel, demand)):
+            what = ", ".join(f"{count} {name}" for name, count in place.items())
+            lines.append(f"           rank {rank}{whose}: {what}")
         return lines

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from lockstep.children import NOTICE_SECONDS, NUM_LINES, end_of, how_ended
 from lockstep.errors import ConfigError, LockstepError, RankError
-from lockstep.launch.config import ParallelConfig, PlacementConfig, RayPlacement
+from lockstep.launch.config import Demand, ParallelConfig, PlacementConfig, RayPlacement
 from lockstep.launch.place import END_SECONDS, Rank, end_by_sigterm, failed_call, free_port
 
 T = TypeVar("T")
@@ -41,22 +41,21 @@ def on_all_ranks(
     *args: Any,
     device: str,
     placement: PlacementConfig | None = None,
-    num_engines: int = 0,
+    demand: Demand | None = None,
     **settings: Any,
 ) -> T:
     """Calls `work(ranks, *args, **settings)` on every process; returns the result of this one, or,
     if all of them are elsewhere, of rank 0.
 
     ranks: None if there is one process. work, args and settings are pickled for the others, so work
-    is a function of a module. device: cpu or cuda. num_engines: processes that sample; `placement`
-    sets resources aside for them. Raises RankError if another rank stopped.
+    is a function of a module. device: cpu or cuda. demand: what `placement` sets aside for the
+    processes. Raises RankError if another rank stopped.
     """
     if isinstance(placement, RayPlacement) and placement.is_elsewhere():
         from lockstep.launch.ray import on_ray
 
-        device = "cuda" if placement.trainer_gpus else "cpu"
         call = partial(on_all_ranks, parallel, work, *args, device=device, **settings)
-        return on_ray(placement, parallel, num_engines, call)
+        return on_ray(placement, parallel, demand or Demand(), call)
     world = parallel.num_processes(os.environ)
     if world == 1:
         return work(None, *args, **settings)

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from lockstep.children import module_path
 from lockstep.errors import ConfigError, LockstepError, RankError, require_package
-from lockstep.launch.config import ParallelConfig, RayPlacement
+from lockstep.launch.config import Demand, ParallelConfig, RayPlacement
 from lockstep.launch.place import END_SECONDS, end_by_sigterm, free_port, handling_interrupts
 from lockstep.launch.workers import Line, WorkerProcess, end_now, portable
 
@@ -51,7 +51,7 @@ Event = tuple[str, Any]
 
 
 def on_ray(
-    placement: RayPlacement, parallel: ParallelConfig, num_engines: int, call: Callable[[], T]
+    placement: RayPlacement, parallel: ParallelConfig, demand: Demand, call: Callable[[], T]
 ) -> T:
     """Makes the call on every rank; returns the result of rank 0, whose output appears here.
 
@@ -60,13 +60,13 @@ def on_ray(
     require_package("ray", extra="ray", needed_for="placement=ray")
     from ray.cloudpickle import dumps  # pyright: ignore
 
-    places = placement.places(parallel, num_engines=num_engines)
+    places = placement.places(parallel, demand)
     with (
         _cluster(placement.address),
         _hosts(placement, places) as hosts,
         _passing_interrupts(hosts),
     ):
-        return _run(hosts, dumps(call), has_gpus=bool(placement.trainer_gpus))
+        return _run(hosts, dumps(call), has_gpus=bool(demand.trainer_gpus))
 
 
 @contextlib.contextmanager
@@ -101,7 +101,7 @@ def _hosts(
     from ray.util import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    group = placement_group([dict(place) for place in places], strategy=placement.strategy.upper())
+    group = placement_group([dict(place) for place in places], strategy="PACK")
     hosts: list[Any] = []
     try:
         try:
@@ -109,7 +109,7 @@ def _hosts(
         except exceptions.GetTimeoutError:
             has = {k: v for k, v in ray.cluster_resources().items() if k in ("CPU", "GPU")}
             raise ConfigError(
-                f"placement: the cluster has had no room for {places} ({placement.strategy}) in "
+                f"placement: the cluster has had no room for {places} in "
                 f"{placement.wait_seconds:g} s. All of it has {has}; others may be using it "
                 "(`ray status` tells). Lower engine.replicas or parallel.processes."
             ) from None

@@ -116,7 +116,8 @@ class LatentAttention(nn.Module):
         out_RO = product(x_RI, self._half_of_weight(half))
         if adapters is not None:
             (of_shapes,) = adapters.of_experts(whole, "lora")
-            for found, groups in zip(of_shapes, adapters.on_all_experts(H), strict=False):
+            groups_of = adapters.on_all_experts(H) if of_shapes else []
+            for found, groups in zip(of_shapes, groups_of, strict=True):
                 if found is not None:
                     A, B = self._factors(half, found.A, found.B[0])
                     StackedFactors(A, (B,), (slice(None),), found.scale).add(

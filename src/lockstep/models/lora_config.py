@@ -27,7 +27,8 @@ DEFAULT_RANK, DEFAULT_ALPHA = 8, 16.0
 class LoraConfig(Checked):
     """A low-rank adapter, trained while the model's own weights are frozen.
 
-    It has no dropout, which would make sampler and trainer compute different numbers.
+    It has no dropout, which would make sampler and trainer compute different numbers. A is drawn
+    by the run's seed and B starts at 0, so the first step samples from the base model.
     """
 
     rank: Annotated[int | None, at_least(1)] = None
@@ -40,8 +41,6 @@ class LoraConfig(Checked):
     targets: tuple[str, ...] = ()
     """Projections to adapt: attention, mlp (dense), experts, or patterns on names such as *.q_proj
     or layers.0.*. Empty: all of them, or the targets of the adapter at `path`."""
-    seed: int = 0
-    """Seed of A's random values; B starts at 0, so the first step samples from the base model."""
     path: str = ""
     """Directory of an adapter in PEFT's form to continue from."""
 

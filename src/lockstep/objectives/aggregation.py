@@ -13,7 +13,7 @@ import torch
 from lockstep.correction.arrays import takes_arrays
 from lockstep.correction.layout import Layout
 from lockstep.errors import ConfigError
-from lockstep.objectives.config import Aggregate, check_fixed_length
+from lockstep.objectives.config import Aggregate
 
 Tensor = torch.Tensor
 
@@ -22,22 +22,20 @@ def token_weights(
     layout: Layout,
     how: Aggregate,
     *,
-    fixed_length: int = 0,
     denominator: float | Tensor | None = None,
     device: torch.device | str = "cpu",
 ) -> Tensor:
     """The weight of each token's loss: the layout's shape, float32; 0.0 where a token does not
     count.
 
-    token_mean: 1 / denominator. sequence_mean: 1 / (denominator * tokens of the row). fixed_length:
-    1 / (denominator * fixed_length). denominator: None counts the tokens (token_mean) or the rows
-    that have any (the others) of this layout; a tensor is not checked to be above 0. With nothing
-    to count all weights are 0.
+    token_mean: 1 / denominator. sequence_mean: 1 / (denominator * tokens of the row). A number: 1 /
+    (denominator * number). denominator: None counts the tokens (token_mean) or the rows that have
+    any (the others) of this layout; a tensor is not checked to be above 0. With nothing to count
+    all weights are 0.
 
     >>> token_weights(Layout.packed([1, 2]), "sequence_mean").tolist()
     [0.5, 0.25, 0.25]
     """
-    check_fixed_length(how, fixed_length)
     if isinstance(denominator, int | float) and not denominator > 0:
         raise ConfigError(
             f"denominator={denominator} must be above 0: it is the number of tokens (token_mean) "
@@ -52,8 +50,8 @@ def token_weights(
     per_row = torch.ones_like(count_R)
     if how == "sequence_mean":
         per_row = 1 / count_R.clamp(min=1)
-    elif how == "fixed_length":
-        per_row = per_row / fixed_length
+    elif how != "token_mean":
+        per_row = per_row / how
     weights = layout.expand((per_row / total).float())
     return weights if layout.mask is None else torch.where(layout.mask, weights, 0.0)
 
@@ -64,20 +62,17 @@ def aggregate(
     layout: Layout,
     *,
     how: Aggregate = "token_mean",
-    fixed_length: int = 0,
     denominator: float | Tensor | None = None,
 ) -> Tensor:
     """[]: the loss of a batch from the losses of its tokens; carries their gradient.
 
     token_loss: the layout's shape. Tokens that do not count add nothing, whatever value they hold.
     A layout whose rows are split over ranks gives this rank's part; the parts sum to the loss.
-    Sources: token_mean DAPO (arXiv 2503.14476), sequence_mean GRPO (arXiv 2402.03300), fixed_length
-    Dr. GRPO (arXiv 2503.20783).
+    Sources: token_mean DAPO (arXiv 2503.14476), sequence_mean GRPO (arXiv 2402.03300), a number Dr.
+    GRPO (arXiv 2503.20783).
     """
     layout.check(token_loss=token_loss)
-    weights = token_weights(
-        layout, how, fixed_length=fixed_length, denominator=denominator, device=token_loss.device
-    )
+    weights = token_weights(layout, how, denominator=denominator, device=token_loss.device)
     if layout.mask is not None:
         token_loss = torch.where(layout.mask, token_loss, 0.0)
     return (token_loss * weights).sum()

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from lockstep.config import Checked, Interval, at_least, require
 from lockstep.errors import ConfigError
 
-Aggregate = Literal["token_mean", "sequence_mean", "fixed_length"]
+Aggregate = int | Literal["token_mean", "sequence_mean"]
 KLEstimator = Literal["k2", "k3", "unbiased"]
 Divergence = Literal["tv", "kl"]
 KLOrder = Literal["reverse", "forward"]
@@ -30,10 +30,8 @@ class ObjectiveConfig(Checked):
 
     aggregate: Aggregate = "token_mean"
     """Sum of token losses into one. token_mean weighs every trained token of the whole batch alike,
-    sequence_mean every row alike; fixed_length divides each row's sum by `fixed_length` and takes
-    the mean over rows (Dr. GRPO). Micro-batches never change the result."""
-    fixed_length: int = 0
-    """Divisor of each row's sum, in tokens; above 0 with aggregate=fixed_length only."""
+    sequence_mean every row alike; a number of tokens divides each row's sum by it and takes the
+    mean over rows (Dr. GRPO). Micro-batches never change the result."""
     entropy_coef: Annotated[float, at_least(0)] = 0.0
     """Coefficient of the entropy bonus: -entropy_coef * entropy is added at each trained token.
     Above 0 keeps the policy from becoming sure too early."""
@@ -60,7 +58,8 @@ class ObjectiveConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fixed_length(self.aggregate, self.fixed_length)
+        is_divisor = isinstance(self.aggregate, str) or self.aggregate > 0
+        require(self, aggregate=(is_divisor, "token_mean, sequence_mean, or tokens above 0"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +131,7 @@ class DPPO(ObjectiveConfig):
     max_divergence: tuple[float, float] | None = None
     """Largest divergence of a token with a gradient: for tokens that became less likely, and for
     tokens that became likelier. Unset: 0.2,0.2 for tv, 0.05,0.05 for kl."""
-    max_ratio: Annotated[float, at_least(1)] = 20.0
+    max_ratio: ClassVar[float] = 20.0
     """Upper limit of the ratio that weighs a token. Low limits cost more than they save."""
 
     @property
@@ -154,14 +153,6 @@ class Reinforce(ObjectiveConfig):
     """-advantage * log-prob, as if the sampler were the trainer (Williams 1992)."""
 
 
-def check_fixed_length(aggregate: Aggregate, fixed_length: int) -> None:
-    if (aggregate == "fixed_length") != (fixed_length > 0):
-        raise ConfigError(
-            f"aggregate={aggregate} with fixed_length={fixed_length}: fixed_length, the divisor "
-            "of a row's sum, must be above 0 with aggregate=fixed_length, and 0 otherwise."
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig(Checked):
     """Base of the advantages. Each subclass is a choice of the setting `advantage`."""
@@ -174,14 +165,21 @@ class AdvantageConfig(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPO(AdvantageConfig):
+class _Normalized(AdvantageConfig):
+    """Base of the advantages that are divided by a deviation."""
+
+    normalize_std: bool = True
+    """Divide by the standard deviation: grpo by the group's, reinforce_plus_plus by the batch's.
+    grpo without it is Dr. GRPO (Liu et al. 2025): tasks then weigh by how much their rewards
+    differ. reinforce_plus_plus without it, and with baseline=batch, is REINFORCE with the batch's
+    mean as its baseline."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPO(_Normalized):
     """Reward minus the mean of its group (Shao et al. 2024)."""
 
     compares_in_group: ClassVar[bool] = True
-
-    normalize_std: bool = True
-    """Divide by the group's standard deviation. Off is Dr. GRPO (Liu et al. 2025): tasks then weigh
-    by how much their rewards differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +194,7 @@ class RLOO(AdvantageConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReinforcePlusPlus(AdvantageConfig):
+class ReinforcePlusPlus(_Normalized):
     """Reward minus a mean, divided by the deviation over the whole batch (Hu et al. 2025).
 
     Every trajectory counts once, however long it is.
@@ -205,9 +203,6 @@ class ReinforcePlusPlus(AdvantageConfig):
     baseline: Literal["batch", "group"] = "batch"
     """Mean to subtract: the batch's, or the mean of the trajectory's group
     (REINFORCE++-baseline)."""
-    normalize_std: bool = True
-    """Divide by the batch's standard deviation. Off with baseline=batch, it is REINFORCE with the
-    batch's mean as its baseline."""
 
     @property
     def compares_in_group(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -267,9 +262,7 @@ class CreditConfig(Checked):
     process_weight: Annotated[float, at_least(0)] = 1.0
     """Weight of turns' own rewards, relative to the episode's reward. 0 with process=added ignores
     them."""
-    branches: Literal["leaves", "parent"] = "leaves"
-    """Credit of a turn that leads to several rewarded leaves. leaves: the mean of their advantages.
-    parent: in addition, by how much that mean differs from the mean at the turn before it, where
-    the branches parted (local advantage of TreeRL, Hou et al. 2025)."""
-    branch_weight: Annotated[float, at_least(0)] = 1.0
-    """Weight of that difference."""
+    branch_weight: Annotated[float, at_least(0)] = 0.0
+    """A turn that leads to several rewarded leaves has the mean of their advantages, and this times
+    the difference from the mean at the turn before it, where the branches parted (local advantage
+    of TreeRL, Hou et al. 2025, which takes 1)."""

@@ -15,7 +15,7 @@ so scores in float32 are computed again in tiles by stock products.
 # T tokens  H query heads  G key heads  R = H / G  D head width  B rows  L length of a padded block
 """
 
-# Triton's annotations say that a reduction may give a tuple.
+# Triton's annotations say that a reduction may give a tuple, and that cdiv takes constants only.
 # pyright: reportOperatorIssue=false, reportArgumentType=false
 
 from __future__ import annotations

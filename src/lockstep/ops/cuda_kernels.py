@@ -21,7 +21,7 @@ tests/gpu/test_cuda_contract.py
 # D head width  P pages  S keys of a page  A active experts  F activation width
 """
 
-# Triton's annotations say that a reduction may give a tuple.
+# Triton's annotations say that a reduction may give a tuple, and that cdiv takes constants only.
 # pyright: reportOperatorIssue=false, reportArgumentType=false
 
 from __future__ import annotations

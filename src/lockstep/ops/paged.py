@@ -40,6 +40,9 @@ class PagedKernel:
     key_block: int
     key_quantum: int
     row_quantum: int = 1
+    copies_parts: bool = False
+    """True if its products copy keys that are not contiguous: resident rows are read to their end,
+    which is at most twice as far."""
 
 
 def paged_attention(
@@ -84,6 +87,8 @@ def paged_attention(
         if block.resident is not None:
             tokens = slice(block.first_token, block.first_token + B)
             seen = _key_range(block, ALL, window, key_block, key_quantum)
+            if kernel.copies_parts and seen[0] == 0:
+                seen = 0, block.resident.keys.shape[3]
             k, v = _resident_rows(block, k_TGD[tokens], v_TGD[tokens], spec.layer, *seen)
             return run(q.reshape(B * G, -1, D), k, v, ALL, seen).reshape(B, H, D)
         first_quantum = math.lcm(key_block, keys.shape[2])

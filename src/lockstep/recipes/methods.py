@@ -18,7 +18,7 @@ PENALISED_SHARE = 5
 
 
 _BY_SIZE: dict[str, Callable[[Config], Mapping[str, Any]]] = {
-    "dr_grpo": lambda config: {"objective.fixed_length": config.max_tokens},
+    "dr_grpo": lambda config: {"objective.aggregate": config.max_tokens},
     "dapo": lambda config: {
         "signal.max_extra_tasks": (BATCHES_PER_STEP - 1) * config.groups_per_step,
         "signal.length_penalty_tokens": config.max_tokens // PENALISED_SHARE,

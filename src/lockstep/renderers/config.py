@@ -31,8 +31,6 @@ class HarmonyConfig(RendererConfig):
     """Open with the system message: identity, dates, reasoning effort and channels."""
     identity: str = "You are ChatGPT, a large language model trained by OpenAI."
     """First line of the system message; empty leaves it out."""
-    knowledge_cutoff: str = "2024-06"
-    """Given in the system message; empty leaves it out."""
     current_date: str = ""
     """Given in the system message, such as 2025-08-05; empty leaves it out: prompts then repeat."""
     reasoning_effort: Literal["low", "medium", "high"] = "medium"
@@ -72,26 +70,16 @@ class ChatMLConfig(RendererConfig):
 class Llama3Config(RendererConfig):
     """The format of Llama 3.1, 3.2 and 3.3."""
 
-    has_dates: bool = True
-    """Open with a system message that gives two dates, as the template always does. Off: there is a
-    system message only if the dialogue has one, as in Llama 3.0."""
     current_date: str = "26 Jul 2024"
     """The system message's "Today Date". The template writes the current day; this default is its
-    fallback where the day is unknown, so that prompts repeat."""
+    fallback where the day is unknown, so that prompts repeat. Empty: no dates, and a system message
+    only if the dialogue has one, as in Llama 3.0."""
     tools_in_user_message: bool = True
     """Declare them in the first user message, as the template does by default. Off: in the system
     message."""
     tool_replies: Literal["json", "text"] = "json"
     """json: write tool replies as JSON strings, as the template does. text: write them as they are,
     as in Meta's own description of the format."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.has_dates and not self.current_date:
-            raise ConfigError(
-                "renderer.current_date is empty: the template has no form without it. Give a date, "
-                "or set renderer.has_dates=false to leave out both."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -371,7 +371,7 @@ def _without_dropped_thinking(messages: Sequence[Message], policy: str) -> Itera
 def _system_text(config: HarmonyConfig, *, has_tools: bool) -> str:
     top = [
         config.identity,
-        config.knowledge_cutoff and f"Knowledge cutoff: {config.knowledge_cutoff}",
+        "Knowledge cutoff: 2024-06",
         config.current_date and f"Current date: {config.current_date}",
     ]
     channels = f"# Valid channels: {', '.join(_CHANNELS)}. "

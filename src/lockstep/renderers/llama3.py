@@ -56,7 +56,7 @@ class Llama3Renderer(TurnRenderer):
 
     >>> from lockstep.testing.tokenizers import byte_tokenizer
     >>> tokenizer = byte_tokenizer(control_tokens=LLAMA3_TOKENS)
-    >>> renderer = Llama3Renderer(tokenizer, Llama3Config(has_dates=False))
+    >>> renderer = Llama3Renderer(tokenizer, Llama3Config(current_date=""))
     >>> begun = tokenizer.decode(renderer.render([Message(role="user", content="hi")]))
     >>> begun.startswith("<|begin_of_text|><|start_header_id|>user<|end_header_id|>")
     True
@@ -109,7 +109,7 @@ class Llama3Renderer(TurnRenderer):
         return [*pieces, *self._follow_up(rest)]
 
     def _dates(self, has_tools: bool) -> str:
-        if not self.config.has_dates:
+        if not self.config.current_date:
             return ""
         environment = "Environment: ipython\n" if has_tools else ""
         return (

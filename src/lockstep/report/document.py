@@ -344,10 +344,8 @@ def _identity(run: Run) -> dict[str, Any]:
 
 
 def _health(run: Run) -> list[dict[str, Any]]:
-    """Says what silently ate the learning, the last stretch of steps of each trigger; empty with
-    doctor.health=false."""
-    settings = flatten(run.config)
-    found = spells(run.metrics, settings) if settings.get("doctor.health", True) else []
+    """Says what silently ate the learning, the last stretch of steps of each trigger."""
+    found = spells(run.metrics, flatten(run.config))
     return [{"text": text, "level": "warning" if still else "ok"} for text, still in found]
 
 

@@ -35,6 +35,7 @@ from lockstep.run.preflight import (
 from lockstep.run_config import Config, ModelChoice
 from lockstep.store.checkpoints import trained_by
 from lockstep.store.run import Run, load_run
+from lockstep.system import keep_freed_memory
 from lockstep.training.distill_config import DistillConfig
 
 if TYPE_CHECKING:
@@ -241,7 +242,7 @@ class _Builder:
         needs: dict[Need, bool] = {
             "training": self.is_training,
             "truncation": config.agent.is_truncated,
-            "rescoring": config.chosen_correction.behaviour == "averaged",
+            "rescoring": config.chosen_correction.rescorings > 0,
             "replay": config.trainer.routing_replay == "rollout",
             "sleep": config.engine.share_device,
         }
@@ -461,6 +462,7 @@ def load_model(
     from lockstep.models.lora import add_adapter
     from lockstep.models.peft_io import check_policy, load_adapter
 
+    keep_freed_memory()
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     device = resolve_device(config)
@@ -481,7 +483,7 @@ def load_model(
         )
     if config.lora is None or model_files.lora is None:
         return model
-    add_adapter(model, model_files.lora, seed=config.lora.seed)
+    add_adapter(model, model_files.lora, seed=config.seed)
     if weights is not None:
         check_policy(model, weights, like=model_files.directory)
     if source := weights or config.lora.path:

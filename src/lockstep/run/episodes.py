@@ -51,7 +51,7 @@ async def play_tasks(
     run's. is_rescored: finished turns are scored again if the correction reads the average.
     options: fields of `RolloutOptions`. A group of matches has the trajectories of all seats."""
     agent, engine, correction = config.agent, parts.engine, config.chosen_correction
-    if is_rescored and correction.behaviour == "averaged":
+    if is_rescored and correction.rescorings:
         options["rescorer"] = Rescorer(
             engine,
             num_scorings=correction.rescorings,

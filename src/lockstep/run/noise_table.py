@@ -57,7 +57,7 @@ def measure_noise(
         config = find_config(config, settings)
     if num_scorings < 2:
         raise ConfigError(f"scorings={num_scorings}: a variance needs 2 or more.")
-    correction = replace(Correction.averaged(), rescorings=num_scorings)
+    correction = Correction.averaged(num_scorings)
     config = replace(config, parallel=ParallelConfig(), correction=correction)
     parts = build(config, preflight(config, is_training=False), weights=weights, is_training=False)
     tasks = FirstPrompts(config, parts.renderer).tasks("train").take(config.groups_per_step)

@@ -105,11 +105,19 @@ class ModelFiles:
     notes: tuple[str, ...] = ()
     """Sentences about rows that are left out."""
 
+    @property
+    def images_line(self) -> str:
+        """Says what becomes of a part that reads images; empty for a model without one."""
+        if isinstance(self.model, FallbackConfig) or not self.model.has_vision:
+            return ""
+        return "not read: the tower is kept in checkpoints as it is, neither run nor trained"
+
     def facts(self) -> dict[str, Any]:
         """The entries of a run's environment.json."""
         names = ("architecture", "family", "vocab_size")
         facts = {name: getattr(self.model, name) for name in names}
-        return facts | ({"renderer": self.renderer_line} if self.renderer_line else {})
+        said = {"renderer": self.renderer_line, "images": self.images_line}
+        return facts | {name: line for name, line in said.items() if line}
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +164,10 @@ def preflight(
         check_critic(config, model_files)
     if config.distill is not None:
         check_teachers(config, config.distill, model_files)
+    if isinstance(engine := config.engine, EmbeddedConfig):
+        model, is_gpu = model_files.model, config.expected_device == "cuda"
+        has_states = isinstance(model, ModelConfig) and model.linear is not None
+        engine.check_lookup(has_states=has_states, has_graphs=engine.cuda_graphs and is_gpu)
     config.trainer.check_routers(model_files.model, has_adapter=config.lora is not None)
     check_parallel(config, model_files.model)
     if is_training:
@@ -278,11 +290,7 @@ def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> 
             )
     if isinstance(config, Config):
         config.engine.for_rank(0, world)
-        config.placement.check(
-            config.parallel,
-            num_engines=config.engine.num_workers,
-            is_shared=config.engine.share_device,
-        )
+        config.placement.check(config.parallel, config.demand)
     elif world > 1:
         raise ConfigError(
             f"lockstep sft works in one process, and this run has {world}. Leave "
@@ -358,11 +366,6 @@ def read_model_files(config: ModelChoice, *, files: Sequence[str] = HUB_FILES) -
     """
     directory = locate_model(config.model, files=files)
     model = (FallbackConfig if config.fallback else ModelConfig).from_directory(directory)
-    if isinstance(model, ModelConfig) and model.has_vision and config.vision == "refuse":
-        raise ConfigError(
-            f"model={config.model} reads images, but a run here reads text alone. vision=keep "
-            "trains its language model and keeps its image tower unchanged in checkpoints."
-        )
     if config.max_tokens > model.max_positions:
         raise ConfigError(
             f"max_tokens={config.max_tokens} is more than the {model.max_positions} positions that "
@@ -392,26 +395,18 @@ def read_model_files(config: ModelChoice, *, files: Sequence[str] = HUB_FILES) -
 
 def check_critic(config: Config, model_files: ModelFiles) -> None:
     """Raises ConfigError if `critic.model` cannot read what the policy writes."""
-    where, known = f"critic.model={config.critic.model}", model_files.renderer.tokenizer
     try:
         directory = locate_model(config.critic.model)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model=", "critic.model=", 1)) from None
-    model = ModelConfig.from_directory(directory)
-    problem = ""
-    if config.max_tokens > model.max_positions:
-        problem = f"has {model.max_positions} positions, and max_tokens={config.max_tokens}"
-    elif known.vocab_size > model.vocab_size:
-        problem = (
-            f"has a vocabulary of {model.vocab_size}, and the policy's tokenizer ids up to "
-            f"{known.vocab_size - 1}"
+    has_own = (directory / "tokenizer.json").is_file()
+    theirs = Tokenizer.from_file(directory) if has_own else None
+    model, known = ModelConfig.from_directory(directory), model_files.renderer.tokenizer
+    if problem := _why_unread(config, known, theirs, model):
+        raise ConfigError(
+            f"critic.model={config.critic.model} {problem}. Leave it empty to start from the "
+            "policy."
         )
-    elif (directory / "tokenizer.json").is_file():
-        theirs = Tokenizer.from_file(directory)
-        if theirs.all_token_bytes() != known.all_token_bytes():
-            problem = f"has another tokenizer than model={config.model}: it would read other text"
-    if problem:
-        raise ConfigError(f"{where} {problem}. Leave it empty to start from the policy.")
 
 
 def check_teachers(config: Config, distill: DistillConfig, model_files: ModelFiles) -> None:
@@ -424,27 +419,38 @@ def check_teachers(config: Config, distill: DistillConfig, model_files: ModelFil
             directory = locate_model(teacher.model)
             theirs = Tokenizer.from_file(directory)
             model = None if teacher.engine else ModelConfig.from_directory(directory)
-        mine, others = known.all_token_bytes(), theirs.all_token_bytes()
-        differing = next((i for i, b in enumerate(mine) if others[i : i + 1] != [b]), None)
-        problem = ""
-        if differing is not None:
-            there = repr(others[differing]) if differing < len(others) else "none"
-            problem = (
-                f"has another tokenizer than model={config.model}: id {differing} is "
-                f"{mine[differing]!r} here and {there} there. A teacher reads the student's ids, "
-                "so its vocabulary must be the same, id for id"
-            )
-        elif known.control_ids - theirs.control_ids:
-            at = min(known.control_ids - theirs.control_ids)
-            problem = f"takes id {at}, a control token of model={config.model}, for text"
-        elif model is not None and config.max_tokens > model.max_positions:
-            problem = f"has {model.max_positions} positions, and max_tokens={config.max_tokens}"
-        elif distill.signal == "top_k" and distill.top_k > len(mine):
-            problem = f"has {len(mine)} ids, and distill.top_k={distill.top_k}"
+        problem = _why_unread(config, known, theirs, model)
+        if distill.signal == "top_k" and distill.top_k > known.vocab_size:
+            problem = problem or f"has {known.vocab_size} ids, and distill.top_k={distill.top_k}"
         if problem:
             raise ConfigError(f"{where} {problem}.")
         if model is not None:
             config.parallel.check_heads(num_heads=model.num_heads, num_kv_heads=model.num_kv_heads)
+
+
+def _why_unread(
+    config: Config, known: Tokenizer, theirs: Tokenizer | None, model: ModelConfig | None
+) -> str:
+    """Why another model cannot read the ids that the policy writes; empty if it can, as far as its
+    tokenizer and its shape are known. known: the policy's tokenizer."""
+    if theirs is not None:
+        mine, others = known.all_token_bytes(), theirs.all_token_bytes()
+        at = next((i for i, b in enumerate(mine) if others[i : i + 1] != [b]), None)
+        if at is not None:
+            there = repr(others[at]) if at < len(others) else "none"
+            return (
+                f"has another tokenizer than model={config.model}: id {at} is {mine[at]!r} here "
+                f"and {there} there. It reads the policy's ids, so its vocabulary must be the "
+                "same, id for id"
+            )
+        if as_text := known.control_ids - theirs.control_ids:
+            return f"takes id {min(as_text)}, a control token of model={config.model}, for text"
+    if model is not None and config.max_tokens > model.max_positions:
+        return f"has {model.max_positions} positions, and max_tokens={config.max_tokens}"
+    if model is not None and known.vocab_size > model.vocab_size:
+        there, last = model.vocab_size, known.vocab_size - 1
+        return f"has a vocabulary of {there}, and the policy's tokenizer ids up to {last}"
+    return ""
 
 
 def _teachers(distill: DistillConfig) -> str:
@@ -593,6 +599,7 @@ def summary(config: Config, model_files: ModelFiles) -> list[str]:
         rate += f" after {trainer.warmup_updates} updates of warm-up"
     said = {
         "renderer": model_files.renderer_line,
+        "images": model_files.images_line,
         "step": (
             f"{config.groups_per_step} tasks x {config.group_size} episodes = "
             f"{config.groups_per_step * config.group_size} trajectories of at most "
@@ -678,7 +685,7 @@ def internals(
     }
     return [
         *labelled(said),
-        *config.placement.describe(config.parallel, num_engines=config.engine.num_workers),
+        *config.placement.describe(config.parallel, config.demand),
         *_gpu_table(config, model_files, numerics),
     ]
 

@@ -167,7 +167,7 @@ def find_seats(config: Config) -> dict[str, Served]:
                 engine=seat.engine,
                 contract=config.contract,
                 dtype=config.compute_dtype,
-                **{key: getattr(config, key) for key in ("device", "threads", "seed", "vision")},
+                **{key: getattr(config, key) for key in ("device", "threads", "seed")},
             )
             read_model_files(choice, files=CONFIG_FILES)
         found[name] = replace(served, config=choice)

@@ -298,7 +298,7 @@ def align(
         over_stale=config.over_stale,
     )
     metrics |= credit_metrics(groups, config.credit)
-    if config.chosen_correction.behaviour == "averaged":
+    if config.chosen_correction.rescorings:
         metrics |= average_rows(rows, groups)
     if config.signal.over_long == "drop":
         rows, metrics["signal/over_long_rows"] = without_over_long(rows, groups)

@@ -57,9 +57,9 @@ def train(
             config,
             model_files if is_alone else None,  # each of several processes reads its own
             RunOptions(out=out, resume=resume, start=start, view=view, monitor=monitor),
-            device="cpu" if is_elsewhere else resolve_device(config),
+            device=config.expected_device if is_elsewhere else resolve_device(config),
             placement=config.placement,
-            num_engines=config.engine.num_workers,
+            demand=config.demand,
         )
 
 

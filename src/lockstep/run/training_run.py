@@ -74,7 +74,7 @@ class TrainingRun:
     slots: EpisodeSlots = field(init=False)
     """Limits the episodes that run at the same time."""
     health: Health = field(init=False)
-    """Finds silent obstacles to learning in the last steps; see `doctor.health`."""
+    """Finds silent obstacles to learning in the last steps."""
     difficulty: DifficultySource | None = None
     """The tasks of `buffer`, where they are drawn by their expected signal."""
     buffer: Buffer = field(init=False)
@@ -246,7 +246,7 @@ class TrainingRun:
         if self.ranks is None:
             row = {**self.engine_metrics(), **row}
         line: dict[str, str] = {}
-        if self.config.doctor.health and is_step_row(row):
+        if is_step_row(row):
             row = {**row, **self.health.take(row)}
             line = {"health/line": " ".join(each.text for each in self.health.alarms) or "ok"}
         if self.directory is not None:
@@ -273,22 +273,23 @@ class TrainingRun:
     def stop_reason(self, row: Mapping[str, Any]) -> str:
         """Why the run ends after this row of a step, by the setting that it names; "" if it goes
         on."""
-        config, family, rows = self.config, self.model_files.model.family, policy_rows(row).values()
+        config, stop_on, rows = self.config, self.config.stop_on, policy_rows(row).values()
         is_skipped = any(of_policy.get("train/skipped_updates", 0) > 0 for of_policy in rows)
         self.num_skipped_steps = self.num_skipped_steps + 1 if is_skipped else 0
+        family = self.model_files.model.family
         alarm = mismatch_alarm(row, family, is_one_process=self.is_one_process)
         is_critical = alarm.level == "critical" or row.get("doctor/causes", 0) > 0
-        if is_critical and config.doctor.on_critical == "stop":
-            return "sampler and trainer differ (doctor.on_critical=stop)"
-        if config.sync.on_alarm == "stop" and any(one.get("sync/alarm", 0) > 0 for one in rows):
-            return "the engine does not run the trainer's weights (sync.on_alarm=warn goes on)"
-        if (num_missing := row.get("signal/missing", 0)) and config.signal.on_shortage == "stop":
+        if is_critical and "mismatch" in stop_on:
+            return "sampler and trainer differ (stop_on=mismatch)"
+        if "weights" in stop_on and any(one.get("sync/alarm", 0) > 0 for one in rows):
+            return "the engine does not run the trainer's weights (stop_on without weights goes on)"
+        if (num_missing := row.get("signal/missing", 0)) and "shortage" in stop_on:
             return (
                 f"{num_missing:.0f} of {config.groups_per_step} groups had no signal after "
-                f"{config.signal.max_extra_tasks} more tasks (signal.on_shortage)"
+                f"{config.signal.max_extra_tasks} more tasks (stop_on=shortage)"
             )
-        if 0 < config.trainer.max_skipped_steps <= (num := self.num_skipped_steps):
-            return f"{num} steps in a row made no update (trainer.max_skipped_steps)"
+        if (num := self.num_skipped_steps) >= config.trainer.max_skipped_steps:
+            return f"{num} steps in a row made no update: a loss or gradient was not finite"
         return ""
 
     # -- checkpoints ----------------------------------------------------------------------------
@@ -483,11 +484,10 @@ class TrainingRun:
         """Ends the run: see `finish_run`."""
         self.warn_of_lost(self.step)
         out = {"steps": self.step, "elapsed_seconds": self.elapsed_seconds}
-        health = self.health if self.config.doctor.health else None
-        return Outcome(self.path, self.status, out | finish_run(self.path, self.view, health))
+        return Outcome(self.path, self.status, out | finish_run(self.path, self.view, self.health))
 
 
-def finish_run(path: Path, view: View, health: Health | None) -> dict[str, Any]:
+def finish_run(path: Path, view: View, health: Health) -> dict[str, Any]:
     """Writes RUN/report.html, and repeats the health lines that still hold. Returns the last
     figures of metrics.jsonl."""
     run = load_run(path)
@@ -501,12 +501,11 @@ def finish_run(path: Path, view: View, health: Health | None) -> dict[str, Any]:
     if rewards := run.values("reward/mean"):
         last = rewards[-10:]
         out |= {"reward_first": rewards[0], "reward_last_10": sum(last) / len(last)}
-    if health is not None:
-        said = spells(run.metrics, health.settings, reasons=health.reasons)
-        found = [text for text, still in said if still]
-        for line in found:
-            warn(line)
-        out |= {"health": found} if found else {}
+    said = spells(run.metrics, health.settings, reasons=health.reasons)
+    if found := [text for text, still in said if still]:
+        out["health"] = found
+    for line in found:
+        warn(line)
     tested = [{k: v for k, v in r.items() if k.startswith("eval/")} for r in run.metrics]
     return out | next(filter(None, reversed(tested)), {})
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from lockstep.config import Checked, at_least
+from lockstep.config import Checked
 
 Form = Literal["shared", "tensors", "directory", "adapter"]
 """Form of the weights on their way to the engine: see `SyncConfig.form`."""
@@ -27,12 +27,6 @@ class SyncConfig(Checked):
     """Load a large change of every group of tensors before the first step, compare the scores of
     engine and trainer, and undo it: two loads. An engine that fails is refused. auto: whenever
     weights are sent and the engine can score, except for injected faults of the weights."""
-    on_alarm: Literal["stop", "warn"] = "stop"
-    """Reaction to a check that finds other weights in the engine than the trainer's: stop saves and
-    ends the run before the next update, with exit code 3; warn trains on."""
-    verify_every: Annotated[int, at_least(0)] = 1
-    """Loads between two checks that the engine's log-probs follow the trainer's; 0 is never. A
-    check costs a score and a forward of the probe."""
     num_probes: ClassVar[int] = 8
     """Number of texts in the probe: random ids, the same in the whole run."""
     probe_tokens: ClassVar[int] = 64

@@ -82,7 +82,6 @@ class Publisher:
         """Duration of the last load."""
         self._is_copied = False
         self._place, self._directory = place, None
-        self._num_loads = 0
         self._followers: dict[str, Follower] = {}
         """Name of each replica of the engine -> its follower."""
         self._is_verifying = probed is not None or self.config.qualify == "on"
@@ -116,14 +115,12 @@ class Publisher:
         else:
             await self._keeping(self._send(version))
         self.version = version
-        self._num_loads += 1
         metrics = {
             "time/sync_seconds": self.seconds,
             "sync/bytes": float(self.num_bytes),
             "sync/level": _NUMBER[self.level],
         }
-        every = self.config.verify_every
-        if self._probe is not None and every and (self._num_loads - 1) % every == 0:
+        if self._probe is not None:
             metrics |= await self._look(self._probe, version)
         return metrics
 

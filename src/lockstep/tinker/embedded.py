@@ -254,7 +254,7 @@ class EmbeddedBackend:
             decoder = base.load(base.model_files.directory)
         else:
             decoder = decoder_over(base.decoder)
-            add_adapter(decoder, lora_shape(adapter, decoder.config), seed=adapter.seed)
+            add_adapter(decoder, lora_shape(adapter, decoder.config), seed=spec.seed or 0)
         return TinkerLearner(decoder, like=base.model_files.directory, config=self._config)
 
     async def unload_model(self, model_id: str) -> None:

@@ -65,7 +65,7 @@ def adapter_config(spec: ModelSpec, model: ModelConfig) -> LoraConfig | None:
             "train_attn and train_mlp are both false, and train_unembed alone adapts nothing here. "
             "Set one of them."
         )
-    return LoraConfig(rank=spec.rank, alpha=ALPHA, targets=targets, seed=spec.seed or 0)
+    return LoraConfig(rank=spec.rank, alpha=ALPHA, targets=targets)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -100,6 +100,7 @@ class TinkerLearner(Learner):
     role = setting = "tinker"
     state_folder, state_file = "training", "counters.json"
     why_untrained = "none had a weight or an advantage"
+    scales_loss = False
 
     def __init__(
         self, decoder: Decoder, *, like: str | Path, config: TrainerConfig | None = None
@@ -109,10 +110,9 @@ class TinkerLearner(Learner):
         config: its micro-batches, recompute, offload and moments are read; what an update needs is
         on the wire.
         """
-        config = config or TrainerConfig()
-        config.check_device(decoder.embedding.device.type)
-        on_wire = {"freeze": (), "loss_scale": 1.0, "schedule": "constant", "warmup_updates": 0}
-        super().__init__(decoder, replace(config, **on_wire), like=like)
+        own = replace(config or TrainerConfig(), freeze=(), schedule="constant", warmup_updates=0)
+        own.check_device(decoder.embedding.device.type)
+        super().__init__(decoder, own, like=like)
 
     def forward_backward(self, request: ForwardBackward) -> ForwardBackwardResult:
         """Adds the gradient of a summed loss to what the next update applies.

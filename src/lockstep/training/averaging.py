@@ -71,7 +71,7 @@ def by_scorings(
     if error and by_count and not any(by_count):
         raise EngineError(
             f"not one of {len(by_count[0])} sampled segments could be scored again, which "
-            f"correction.behaviour=averaged needs. The first reason: {error}"
+            f"correction.rescorings needs. The first reason: {error}"
         )
     return by_count
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, ClassVar, Literal
 
@@ -42,18 +41,9 @@ class LearnerConfig(Checked):
     """Parameters that are not trained: patterns on their names, such as *.attention.* or *.sinks or
     embedding. They have no gradient and no optimizer state. The critic's blocks begin with body:
     critic.freeze=body.* trains its head alone."""
-    loss_scale: float = 0.0
-    """Factor on the loss, a power of two, against underflow of small gradients. 0 is 1, and with
-    dtype=float16 dynamic: halved after an overflow (and the batch run backward again), doubled
-    after 100 updates without one."""
     updates_per_batch: Annotated[int, at_least(1)] = 1
     """Optimizer steps on each sampled batch: the policy's on shares of the rows, the critic's on
     all rows."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        is_power = math.isfinite(self.loss_scale) and math.frexp(self.loss_scale)[0] in (0, 0.5)
-        require(self, loss_scale=(is_power, "a power of two, or 0"))
 
 
 def frozen_names(
@@ -93,9 +83,9 @@ class TrainerConfig(LearnerConfig):
     """AdamW's decay of the gradient's first and second moment."""
     eps: ClassVar[float] = 1e-8
     """AdamW's addition to the denominator."""
-    max_skipped_steps: int = 10
+    max_skipped_steps: ClassVar[int] = 10
     """Steps in a row whose update is skipped, for a loss or gradient that is not finite, until the
-    run saves and ends with exit code 3; 0: no limit."""
+    run saves and ends with exit code 3."""
     max_tokens_per_microbatch: Annotated[int, at_least(2)] = 16384
     """Tokens of one forward and backward. Rows are packed without padding and never split, so the
     longest row must fit. Less memory, same result."""
@@ -251,12 +241,5 @@ class SFTConfig(Checked):
     observed_weight: Annotated[float, at_least(0)] = 0.0
     """Loss weight of prompts and tool replies. 0 leaves them out; a little keeps a model that is
     trained from scratch from ignoring them."""
-    word_weights: dict[str, float] = field(default_factory=dict)
-    """Loss weight of the tokens that spell these words in an assistant's reply; others have 1."""
     long_rows: LongRows = "error"
     """Treatment of longer rows: an error that names the line, or they are left out."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        are_right = all(word and 0 <= w < math.inf for word, w in self.word_weights.items())
-        require(self, word_weights=(are_right, "words with finite weights of at least 0"))

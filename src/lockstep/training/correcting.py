@@ -30,8 +30,6 @@ Reports = dict[str, MismatchReport]
 """Metric prefix -> report: `mismatch` of the recorded log-probs, and `mismatch_averaged` of the
 averaged behaviour where that is used."""
 
-BEHAVIOUR = {"rollout": "rollout_logprobs", "averaged": "averaged_logprobs"}
-"""Column of the policy that sampled, by `Correction.behaviour`."""
 WEIGHTS = "importance_weights"
 
 
@@ -93,7 +91,7 @@ class TokenJudge:
         columns, on_host, correction = dict(batch.columns), batch.host_columns, self.correction
         weights = keep = weighed = None
         if correction is not None:
-            name = BEHAVIOUR[correction.behaviour]
+            name = correction.behaviour
             if self.is_weighed:
                 weights, keep = columns[WEIGHTS], on_host[WEIGHTS] > 0
             elif name in columns and correction.changes_tokens:
@@ -138,7 +136,7 @@ class TokenJudge:
             return loss
         return loss + kl.pull(
             tokens.logprobs,
-            tokens.column(BEHAVIOUR[correction.behaviour]),
+            tokens.column(correction.behaviour),
             coef=correction.kl_penalty_coef,
             clip=correction.kl_penalty_clip,
         )
@@ -152,11 +150,11 @@ class TokenJudge:
         if correction is None or self.is_weighed:
             has_some = "rollout_logprobs" in columns if correction is None else is_measured
             return {"mismatch": measure_batch(batch, logprobs, version)} if has_some else {}
-        behaviour = columns.get(BEHAVIOUR[correction.behaviour])
+        behaviour = columns.get(correction.behaviour)
         if behaviour is None:
             return {}
         found = (weighed or _weigh(batch, logprobs, behaviour, correction, version)).report
-        if correction.behaviour == "rollout":
+        if not correction.rescorings:
             return {"mismatch": found}
         return {"mismatch": measure_batch(batch, logprobs, version), "mismatch_averaged": found}
 
@@ -202,7 +200,7 @@ def weigh_scored(scored: Scored, correction: Correction, *, version: int) -> Wei
             return None
         return torch.from_numpy(np.concatenate([s.columns[name][s.loss_mask] for s in samples]))
 
-    old, behaviour = at_trained("old_logprobs"), at_trained(BEHAVIOUR[correction.behaviour])
+    old, behaviour = at_trained("old_logprobs"), at_trained(correction.behaviour)
     if old is None or behaviour is None:
         for sample in samples:
             sample.set(WEIGHTS, sample.loss_mask.astype(np.float32))
@@ -212,7 +210,7 @@ def weigh_scored(scored: Scored, correction: Correction, *, version: int) -> Wei
     weighed = weigh(old, behaviour, correction, layout=layout, facts=facts)
     corrected = weighed.finish(weighed.report)  # not `correct`: each rank has the whole batch here
     metrics = corrected.report.to_metrics()
-    if correction.behaviour == "averaged":
+    if correction.rescorings:
         metrics = corrected.report.to_metrics("mismatch_averaged", by_part=False)
         if (rollout := at_trained("rollout_logprobs")) is not None:
             metrics = measure(old, rollout, layout=layout, facts=facts).to_metrics() | metrics
@@ -239,7 +237,6 @@ def loss_weights(
     samples: Sequence[Sample],
     aggregate: Aggregate,
     *,
-    fixed_length: int = 0,
     denominator: float | None = None,
     is_kept_only: bool = False,
 ) -> Callable[[PackedBatch], Tensor]:
@@ -261,7 +258,7 @@ def loss_weights(
     def weights_of(batch: PackedBatch) -> Tensor:
         mask = batch.host_columns[WEIGHTS] > 0 if is_kept_only else None
         layout = Layout.packed(batch.sizes, mask)
-        weights = token_weights(layout, aggregate, fixed_length=fixed_length, denominator=total)
+        weights = token_weights(layout, aggregate, denominator=total)
         return to_device(weights.numpy(), batch.ids.device)
 
     return weights_of

@@ -184,7 +184,7 @@ def _turn_terms(
     if credit.compare != "episode":
         returns = _by_turn(paths, lambda path: path.returns(in_return, credit.gamma))
         terms.append((credit.turn_weight, _compared(advantage, paths, returns, credit.compare)))
-    if credit.branches == "parent":
+    if credit.branch_weight:
         parted = {
             turn: of_episode[turn] - of_episode[before]
             for path in paths

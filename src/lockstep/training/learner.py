@@ -73,6 +73,8 @@ class Learner:
     """JSON file with the counters."""
     why_untrained: ClassVar[str] = "none sampled, or all rejected"
     """Possible reasons why no token was trained, for errors."""
+    scales_loss: ClassVar[bool] = True
+    """True if the loss has a factor where the dtype needs one."""
 
     def __init__(
         self,
@@ -98,7 +100,8 @@ class Learner:
         """Ranks that share each micro-batch; None: one rank computes it."""
         freeze(model.named_parameters(), config.freeze, setting=f"{self.setting}.freeze")
         self.optimizer = Optimizer(model.named_parameters(), config)
-        self.loss_scale = LossScale.for_training(config.loss_scale, self.decoder.embedding.dtype)
+        dtype = self.decoder.embedding.dtype if self.scales_loss else torch.float32
+        self.loss_scale = LossScale.for_training(dtype)
         self.num_updates = 0
         """Updates asked for, skipped ones included: the place in the schedule."""
         self.num_skipped = 0

@@ -31,10 +31,8 @@ class LossScale:
     """Backward passes repeated since the last `to_metrics`."""
 
     @classmethod
-    def for_training(cls, setting: float, dtype: torch.dtype) -> LossScale:
-        """setting: `trainer.loss_scale`."""
-        if setting:
-            return cls(setting, is_dynamic=False)
+    def for_training(cls, dtype: torch.dtype) -> LossScale:
+        """A dynamic factor for float16, and 1 for the dtypes that need none."""
         is_needed = dtype == torch.float16
         return cls(FIRST if is_needed else 1.0, is_dynamic=is_needed)
 
@@ -64,7 +62,7 @@ class LossScale:
         return {"loss_scale": self.value, "loss_scale_good_updates": self.num_good}
 
     def load(self, state: Mapping[str, float]) -> None:
-        """Restores `state` of a dynamic factor; a factor from the settings stays."""
+        """Restores `state` of a dynamic factor; a fixed one stays."""
         if self.is_dynamic:
             self.value = state.get("loss_scale", self.value)
             self.num_good = int(state.get("loss_scale_good_updates", 0))

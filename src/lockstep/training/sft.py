@@ -220,12 +220,7 @@ def sft_rows(
     renderer: needed for dialogues. max_tokens: longest row. Raises
     DataError for a longer one, or if all are and long_rows=drop.
     """
-    row_of = partial(
-        sft_row,
-        renderer=renderer,
-        observed_weight=config.observed_weight,
-        word_weights=config.word_weights,
-    )
+    row_of = partial(sft_row, renderer=renderer, observed_weight=config.observed_weight)
     for epoch in count():
         order = np.arange(len(examples))
         if config.shuffle:

@@ -38,7 +38,6 @@ from lockstep.ops.context import take_rows
 from lockstep.ops.contract import Fingerprint, check_rows
 from lockstep.training.config import TrainerConfig
 from lockstep.training.correcting import (
-    BEHAVIOUR,
     WEIGHTS,
     Scored,
     TokenJudge,
@@ -253,7 +252,6 @@ class Trainer(Learner):
         loss_fn: LossFn,
         *,
         aggregate: Aggregate = "token_mean",
-        fixed_length: int = 0,
         denominator: float | None = None,
         correction: Correction | None = None,
         column: str | None = None,
@@ -285,7 +283,6 @@ class Trainer(Learner):
         weights_of = loss_weights(
             rows,
             aggregate,
-            fixed_length=fixed_length,
             denominator=denominator,
             is_kept_only=judge.counts_kept_only,
         )
@@ -328,7 +325,7 @@ class Trainer(Learner):
         """
         correction, num_recomputed = correction or Correction.bypass(), self.num_recomputed
         self._prepare(samples, objective, correction)
-        is_measured = all(BEHAVIOUR[correction.behaviour] in s.columns for s in samples)
+        is_measured = all(correction.behaviour in s.columns for s in samples)
         if not self.config.scores_first(correction, is_measured=is_measured):
             metrics = self._step(samples, objective, correction, is_scored=False)
         else:
@@ -354,7 +351,7 @@ class Trainer(Learner):
             check_rows(self.contract, ((s.id, s.fingerprints) for s in samples if s.num_trained))
         if correction.anchor == "on_policy":
             check_versions(samples, self.version)
-        column = BEHAVIOUR[correction.behaviour]
+        column = correction.behaviour
         is_read = correction.changes_tokens or (
             correction.anchor == "rollout" and objective.reads_old_logprobs
         )
@@ -425,7 +422,6 @@ class Trainer(Learner):
                 replace(batch, rows=part) if isinstance(batch, Weighed) else part,
                 loss_fn,
                 aggregate=objective.aggregate,
-                fixed_length=objective.fixed_length,
                 correction=correction,
                 column="logprobs" if number == 0 and not is_scored else None,
             )

@@ -91,7 +91,6 @@ _signed = st.sampled_from([(0.513, 1.907), (0.213, None), (None, 3.307), (0.957,
 def rules(draw):
     stat = draw(st.sampled_from(["ratio", "k1", "k2", "k3", "prob_diff", "old_prob"]))
     aggregation = draw(st.sampled_from(["token", "sum", "mean", "max"]))
-    scope = draw(st.sampled_from(["token", "sequence", None])) if aggregation == "token" else None
     if stat == "old_prob":
         aggregation = "token" if aggregation == "token" else "max"
         low, high = draw(st.sampled_from([(1.3e-6, None), (0.0123, 0.98), (None, 0.913)]))
@@ -102,7 +101,7 @@ def rules(draw):
     else:
         low, high = None, draw(st.sampled_from([0.0313, 0.413, 2.713]))
     return Rule(
-        stat=stat, aggregation=aggregation, scope=scope, low=low, high=high,
+        stat=stat, aggregation=aggregation, low=low, high=high,
         only_negative_advantage=draw(st.booleans()),
     )  # fmt: skip
 
@@ -190,8 +189,7 @@ def _rejected(rule, row, d, new, old):
 
     if rule.aggregation in ("token", "max"):
         bad = [t for t in row if is_outside(stat(t))]
-        is_sequence = rule.aggregation == "max" or rule.scope == "sequence"
-        return row if bad and is_sequence else bad
+        return row if bad and rule.aggregation == "max" else bad
     share = len(row) if rule.aggregation == "mean" else 1
     if rule.stat == "ratio":
         value = math.exp(math.fsum(d[t] for t in row) / share)

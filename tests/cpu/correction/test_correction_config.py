@@ -36,7 +36,7 @@ RATIO, VETO = Rule(stat="ratio", aggregation="level"), Rule.veto_ratio(1e-4)
         ("geometric_mask", {"anchor": "recomputed", "reject": (
             Rule(stat="ratio", aggregation="mean", low=0.99, high=1.01),)}),
         ("on_policy", {"anchor": "on_policy"}),
-        ("averaged", {"anchor": "rollout", "behaviour": "averaged", "rescorings": 8}),
+        ("averaged", {"anchor": "rollout", "rescorings": 8}),
     ],
 )  # fmt: skip
 def test_a_preset_is_what_the_literature_calls_by_its_name(preset, settings):
@@ -133,7 +133,6 @@ def test_a_forward_of_its_own_is_made_only_where_something_needs_it(
     ("rule", "name"),
     [
         (Rule(stat="k3", high=1), "token_k3"),
-        (Rule(stat="k3", high=1, scope="sequence"), "sequence_k3"),
         (Rule(stat="k3", high=1, aggregation="max"), "sequence_max_k3"),
         (Rule(stat="ratio", low=0.5, aggregation="mean"), "sequence_mean_ratio"),
         (Rule(stat="ratio", low=0.5, label="mine"), "mine"),

@@ -180,8 +180,7 @@ LOG2 = math.log(2)
         (Rule(stat="k3", high=0.5), [0, 1, 0, 1]),
         # |0.1 - 0.1 / ratio|: 0.3, 0, 0.075, 0.05
         (Rule(stat="prob_diff", high=0.06), [0, 1, 0, 1]),
-        (Rule(stat="ratio", scope="sequence", low=0.5), [0, 0, 0, 1]),
-        (Rule(stat="ratio", scope="sequence", low=0.2, high=3), [0, 0, 0, 1]),
+        (Rule(stat="ratio", aggregation="max", low=0.5), [0, 0, 0, 1]),
         (Rule(stat="ratio", aggregation="max", high=3), [0, 0, 0, 1]),
         (Rule(stat="ratio", aggregation="max", low=0.1, high=5), [1, 1, 1, 1]),
         (Rule(stat="k3", aggregation="max", high=1.0), [0, 0, 0, 1]),

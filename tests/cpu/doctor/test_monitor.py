@@ -33,7 +33,7 @@ def causes_of(row):
 
 @pytest.mark.parametrize("model", ["tiny-gpt-oss", "tiny-qwen3"])
 def test_a_healthy_run_shows_no_cause(tmp_path, model):
-    run(tmp_path / "run", f"model={model}", "contract=none", "doctor.on_critical=stop")
+    run(tmp_path / "run", f"model={model}", "contract=none", "stop_on=mismatch")
     steps = [row for row in lockstep.load(tmp_path / "run").metrics if "doctor/rows" in row]
     assert [row["doctor/causes"] for row in steps] == [0, 0]
     assert [causes_of(row) for row in steps] == [["doctor/causes"]] * 2
@@ -53,7 +53,7 @@ def test_a_fault_of_the_rows_stops_the_run_with_a_checkpoint_and_the_rows(
     tmp_path, capsys, fault, cause
 ):
     path = tmp_path / "run"
-    outcome = run(path, f"--fault={fault}", "doctor.on_critical=stop")
+    outcome = run(path, f"--fault={fault}", "stop_on=mismatch")
     assert outcome.status == "stopped"
     found = lockstep.load(path)
     first = next(row for row in found.metrics if row["step"] == 0)

@@ -4,7 +4,6 @@ dropped, and there again after a replica was lost."""
 import asyncio
 import os
 import signal
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from fake_sglang import FakeSGLang
 from test_adapters_by_name import adapted, by, logprobs_of, make_base
 from test_pool import QUICK, make_pool
 
-from lockstep.engines.config import EmbeddedConfig, SGLangConfig
+from lockstep.engines.config import EmbeddedConfig, PoolConfig, SGLangConfig
 from lockstep.engines.registry import make_engine as open_one
 from lockstep.engines.registry import open_engine
 from lockstep.engines.served import ServedEngine
@@ -179,7 +178,7 @@ def test_a_replica_that_was_started_again_has_the_adapters_again(tmp_path):
     model = adapted(decoder_over(base), seed=1)
     save_adapter(model, tmp_path / "a", base=directory)
     # A process that starts on a busy machine loads and replies late.
-    patient = replace(QUICK, reply_seconds=60.0, load_seconds=60.0)
+    patient = PoolConfig(frozen_seconds=QUICK.frozen_seconds)
     pool = open_engine(
         EmbeddedConfig(replicas=1, kv_cache_tokens=2048, max_num_sequences=16, pool=patient),
         context(

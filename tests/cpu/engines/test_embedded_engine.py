@@ -675,3 +675,17 @@ def test_a_step_that_breaks_fails_every_request_with_its_cause():
 
     for error in asyncio.run(run()):
         assert isinstance(error, EngineError) and "RuntimeError" in str(error)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss"])
+def test_resident_rows_of_two_bytes_attend_as_pages_do(kind):
+    """They are read to the end of their room, behind the last key."""
+    told = []
+    for resident_rows in (True, False):
+        model = make_model(kind, std=0.1).to(torch.bfloat16)
+        engine = make_engine(model, resident_rows=resident_rows)
+        asked = [request(f"{n}", prompt(n, n), temperature=0.0, max_tokens=20) for n in (3, 40, 70)]
+        told.append(ask(engine, *asked))
+    for one, other in zip(*told, strict=True):
+        assert np.array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=0.02)

@@ -19,7 +19,16 @@ from lockstep.testing.engines import BrokenEngine, FakeEngine
 from lockstep.testing.faults.servers import EngineFrozen, EngineKilled
 from lockstep.types import Delta
 
-QUICK = PoolConfig(frozen_seconds=0.6, reply_seconds=5.0, load_seconds=2.0)
+
+class _Quick(PoolConfig):
+    reply_seconds, load_seconds = 5.0, 2.0
+
+
+class _QuickReply(_Quick):
+    reply_seconds = 1.0
+
+
+QUICK = _Quick(frozen_seconds=0.6)
 BOTH = (False, True)
 
 
@@ -132,7 +141,7 @@ def test_whatever_a_replica_does_each_reply_is_the_one_of_a_sound_engine(fault, 
     break_, wanted = FAULTS[fault]
     broken = break_(make_engine())
     # The replica of a lost reply serves others, or it would be a frozen one.
-    config = replace(QUICK, frozen_seconds=3.0, reply_seconds=1.0) if fault == "lost" else QUICK
+    config = _QuickReply(frozen_seconds=3.0) if fault == "lost" else QUICK
     pool = make_pool(broken, make_engine(), config=config)
 
     async def ask():

@@ -130,8 +130,9 @@ def test_errors_come_back_with_their_type_and_text_and_the_worker_goes_on(engine
     np.testing.assert_array_equal(before[0], after[0])
 
 
-def test_a_worker_that_dies_fails_what_is_in_flight_and_is_started_again(context):
-    engine = make_engine(replace(CONFIG, restarts=1), context)
+def test_a_worker_that_dies_fails_what_is_in_flight_and_is_started_again(context, monkeypatch):
+    monkeypatch.setattr(EmbeddedConfig, "restarts", 1)
+    engine = make_engine(CONFIG, context)
 
     async def kill():
         asked = request("long", PROMPT, max_tokens=200, stream=True)

@@ -115,10 +115,7 @@ def test_a_file_that_cannot_be_scored_is_refused_at_start(tmp_path, path):
 @needs_mcp
 @pytest.mark.parametrize("server", ["shared", "episode"])
 def test_an_episode_calls_tools_of_a_server_and_answers(path, server):
-    config = MCPConfig(
-        path=path, command=f"{COMMAND} plain", tools=("add", "pid"), server=server,
-        start_seconds=60,
-    )  # fmt: skip
+    config = MCPConfig(path=path, command=f"{COMMAND} plain", tools=("add", "pid"), server=server)
     config.check()
     task = next(config.tasks(split="train", seed=0))
     answer = str(task.payload["answer"])
@@ -147,7 +144,7 @@ def test_a_server_that_dies_in_every_episode_ends_none_of_them(path):
     def reply(request):
         return turns[" server went away" in tokenizer.decode(request.prompt_ids.tolist())]
 
-    config = MCPConfig(path=path, command=f"{COMMAND} plain", tools=("die",), start_seconds=60)
+    config = MCPConfig(path=path, command=f"{COMMAND} plain", tools=("die",))
     agent = AgentConfig(max_turns=3, max_turn_tokens=64)
     tasks = config.tasks(split="train", seed=0).take(2)
     groups = asyncio.run(

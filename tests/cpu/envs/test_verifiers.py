@@ -87,8 +87,11 @@ def guess():
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     config = VerifiersConfig(
-        taskset="guess-taskset", settings={"num": 30}, runtime="subprocess", python=PYTHON,
-    )  # fmt: skip
+        taskset="guess-taskset",
+        settings={"num": 30},
+        agent={"runtime": {"type": "subprocess"}},
+        python=PYTHON,
+    )
     try:
         config.check()
         yield config

@@ -161,8 +161,6 @@ def test_the_default_dtype_is_bfloat16_on_a_gpu_and_float32_on_a_cpu(monkeypatch
     monkeypatch.setattr("lockstep.run_config.shows_gpu", lambda: False)
     assert config.compute_dtype == "float32"
     assert not resolve(config, ["engine.dtype=bfloat16"]).is_in_step
-    on_ray = resolve(config, ["placement=ray", "parallel.processes=2"])
-    assert on_ray.compute_dtype == ("bfloat16" if on_ray.placement.trainer_gpus else "float32")
 
 
 def test_what_others_took_of_a_gpu_is_said_with_their_processes(machine, monkeypatch):

@@ -1,31 +1,43 @@
 """Places on a cluster: what is asked for, and what cannot be."""
 
-from dataclasses import replace
-
 import pytest
 from quickstarts import quickstart_with
 
 from lockstep.errors import ConfigError
-from lockstep.launch.config import ParallelConfig, RayPlacement
+from lockstep.launch.config import Demand, ParallelConfig, RayPlacement
 from lockstep.run.preflight import plan, read_model_files
 
 RAY = ("placement=ray", "parallel.processes=2", "engine.replicas=4")
 
 
 def test_each_rank_has_a_place_with_its_engines():
-    placement, parallel = RayPlacement(trainer_cpus=4), ParallelConfig(processes=2)
-    assert placement.places(parallel, num_engines=3) == [{"CPU": 5}, {"CPU": 6}]
-    apart = replace(placement, trainer_gpus=1, replica_gpus=1)
-    assert apart.places(parallel, num_engines=3) == [{"CPU": 5, "GPU": 2}, {"CPU": 6, "GPU": 3}]
-    taking_turns = replace(placement, trainer_gpus=1)
-    assert taking_turns.places(parallel, num_engines=4) == [{"CPU": 6, "GPU": 1}] * 2
+    placement, parallel = RayPlacement(), ParallelConfig(processes=2)
+    assert placement.places(parallel, Demand(num_engines=3, cores=2)) == [{"CPU": 4}, {"CPU": 6}]
+
+
+def test_the_gpus_of_a_place_follow_from_device_and_engine():
+    def places(*settings):
+        config = quickstart_with(*RAY, "device=cuda", *settings)
+        return config.placement.places(config.parallel, config.demand)
+
+    assert places("engine.replicas=3") == [{"CPU": 2, "GPU": 2}, {"CPU": 3, "GPU": 3}]
+    assert places("engine.share_device=true") == [{"CPU": 3, "GPU": 1}] * 2
+    assert places("threads=4", "device=cpu") == [{"CPU": 12}] * 2
+
+
+def test_an_engine_over_several_gpus_has_them_in_its_place():
+    config = quickstart_with(
+        "placement=ray", "parallel.processes=2", "device=cuda", "engine=vllm", "engine.replicas=2",
+        "engine.tensor_parallel=2",
+    )  # fmt: skip
+    assert config.placement.places(config.parallel, config.demand) == [{"CPU": 2, "GPU": 3}] * 2
 
 
 def test_the_plan_shows_the_places():
     config = quickstart_with(*RAY, "placement.address=auto")
     lines = plan(config, read_model_files(config))
     at = next(i for i, line in enumerate(lines) if line.startswith("placement"))
-    assert "the Ray cluster of this machine, pack" in lines[at]
+    assert "the Ray cluster of this machine" in lines[at]
     assert lines[at + 2].strip() == "rank 1 and its engines: 3 CPU"
 
 

@@ -9,7 +9,7 @@ from lockstep.correction.layout import Layout
 from lockstep.errors import AlignmentError, ConfigError
 from lockstep.objectives.aggregation import aggregate, token_weights
 
-HOW = {"token_mean": {}, "sequence_mean": {}, "fixed_length": {"fixed_length": 10}}
+HOW = ("token_mean", "sequence_mean", 10)
 
 # rows of 3, 0 and 2 tokens that count
 MASK = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [0, 1, 1, 0]]).bool()
@@ -18,26 +18,23 @@ LOSS = torch.tensor([[1.0, 2.0, 9.0, 3.0], [9.0, 9.0, 9.0, 9.0], [9.0, 4.0, 6.0,
 
 @pytest.mark.parametrize(
     ("how", "expected"),
-    [("token_mean", 16 / 5), ("sequence_mean", (2 + 5) / 2), ("fixed_length", (6 + 10) / 10 / 2)],
+    [("token_mean", 16 / 5), ("sequence_mean", (2 + 5) / 2), (10, (6 + 10) / 10 / 2)],
 )
 def test_each_way_by_hand(how, expected):
-    padded = aggregate(LOSS, Layout.padded(MASK), how=how, **HOW[how])
-    packed = aggregate(LOSS[MASK], Layout.packed([3, 0, 2]), how=how, **HOW[how])
+    padded = aggregate(LOSS, Layout.padded(MASK), how=how)
+    packed = aggregate(LOSS[MASK], Layout.packed([3, 0, 2]), how=how)
     assert padded.item() == pytest.approx(expected, rel=1e-6)
     assert packed.item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("how", HOW)
 def test_a_batch_in_parts_adds_up_to_the_whole(how):
-    whole = aggregate(LOSS, Layout.padded(MASK), how=how, **HOW[how])
+    whole = aggregate(LOSS, Layout.padded(MASK), how=how)
     denominator = {"token_mean": 5.0}.get(how, 2.0)
     parts = [
-        aggregate(
-            LOSS[r : r + 1], Layout.padded(MASK[r : r + 1]), how=how, denominator=denominator,
-            **HOW[how],
-        )
+        aggregate(LOSS[r : r + 1], Layout.padded(MASK[r : r + 1]), how=how, denominator=denominator)
         for r in range(3)
-    ]  # fmt: skip
+    ]
     assert sum(parts).item() == pytest.approx(whole.item(), rel=1e-6)
 
 
@@ -47,7 +44,7 @@ def test_what_stands_outside_the_mask_changes_neither_value_nor_gradient(how, fi
     found = []
     for fill in (0.0, filler):
         leaf = torch.where(MASK, LOSS, fill).requires_grad_()
-        value = aggregate(leaf, Layout.padded(MASK), how=how, **HOW[how])
+        value = aggregate(leaf, Layout.padded(MASK), how=how)
         value.backward()
         found.append((value, leaf.grad))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
@@ -56,8 +53,8 @@ def test_what_stands_outside_the_mask_changes_neither_value_nor_gradient(how, fi
 
 @pytest.mark.parametrize("how", HOW)
 def test_a_batch_of_nothing_is_zero(how):
-    empty = aggregate(torch.ones(2, 3), Layout.padded(torch.zeros(2, 3)), how=how, **HOW[how])
-    none = aggregate(torch.ones(0), Layout.packed([]), how=how, **HOW[how])
+    empty = aggregate(torch.ones(2, 3), Layout.padded(torch.zeros(2, 3)), how=how)
+    none = aggregate(torch.ones(0), Layout.packed([]), how=how)
     assert empty.item() == none.item() == 0.0
 
 
@@ -73,9 +70,5 @@ def test_bad_input_is_refused_with_what_was_found():
     layout = Layout.packed([2])
     with pytest.raises(AlignmentError, match=r"\[2\].*token_loss \[3\]"):
         aggregate(torch.zeros(3), layout)
-    with pytest.raises(ConfigError, match=r"aggregate=token_mean.*fixed_length=4"):
-        aggregate(torch.zeros(2), layout, fixed_length=4)
-    with pytest.raises(ConfigError, match=r"aggregate=fixed_length.*fixed_length=0"):
-        aggregate(torch.zeros(2), layout, how="fixed_length")
     with pytest.raises(ConfigError, match=r"denominator=0.*\b0\b"):
         aggregate(torch.zeros(2), layout, denominator=0)

@@ -463,7 +463,7 @@ def test_a_loss_of_ones_own_joins_by_its_config_and_keeps_its_own_regularizer():
 @pytest.mark.parametrize(
     "config",
     [
-        PPOClip(clip=(0.2, 0.28), dual_clip=3.0, aggregate="fixed_length", fixed_length=64),
+        PPOClip(clip=(0.2, 0.28), dual_clip=3.0, aggregate=64),
         DPPO(divergence="kl", max_divergence=(0.05, 0.1)),
         GSPO(kl_coef=0.01, kl_estimator="k2"),
     ],

@@ -123,15 +123,13 @@ def test_the_console_says_it_once_in_full_and_at_each_step_in_short():
     assert sum(line.startswith("warning: 88 of 128 episodes") for line in lines) == 1
 
 
-@pytest.mark.parametrize("is_on", [True, False])
-def test_the_report_lists_them_unless_they_are_off(tmp_path, is_on):
-    config = quickstart_with(f"doctor.health={str(is_on).lower()}")
+def test_the_report_lists_them(tmp_path):
+    config = quickstart_with()
     cut = CASES["cut_by_max_turns"][0]
     with RunDirectory.create(tmp_path / "run", to_dict(config)) as run:
         for row in rows_of(cut, cut):
             run.log(row)
     (shown,) = build_figures([load_run(tmp_path / "run")], recipes=[None])["runs"]
     text = "Since step 1: 32 of 128 episodes were cut after agent.max_turns=5 turns."
-    assert shown["health"] == ([{"text": f"{text} Set agent.max_turns=10.", "level": "warning"}]
-                               if is_on else [])  # fmt: skip
+    assert shown["health"] == [{"text": f"{text} Set agent.max_turns=10.", "level": "warning"}]
     assert json.dumps(shown["health"])

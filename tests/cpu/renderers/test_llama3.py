@@ -33,7 +33,7 @@ def shown(ids):
     "config",
     [
         Llama3Config(),
-        Llama3Config(has_dates=False, tools_in_prompt=False, tool_replies="text"),
+        Llama3Config(current_date="", tools_in_prompt=False, tool_replies="text"),
         Llama3Config(tools_in_user_message=False),
     ],
     ids=["template", "llama 3.0", "tools in the system message"],
@@ -75,7 +75,7 @@ def test_the_dates_can_be_set_and_left_out_together():
     config = Llama3Config(current_date="1 Jan 2030")
     text = shown(Llama3Renderer(TOKENIZER, config).render([USER]))
     assert "Knowledge Date: December 2023\nToday Date: 1 Jan 2030\n" in text
-    without = Llama3Renderer(TOKENIZER, Llama3Config(has_dates=False, current_date=""))
+    without = Llama3Renderer(TOKENIZER, Llama3Config(current_date=""))
     assert shown(without.render([USER])).startswith("<|begin_of_text|>[user]")
 
 

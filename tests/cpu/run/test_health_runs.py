@@ -119,17 +119,6 @@ def test_what_eats_the_learning_is_said_on_the_console_in_metrics_trackers_repor
     assert "  health: " in next(line for line in printed.splitlines() if "step 1/2" in line)
 
 
-def test_one_setting_switches_it_off(tmp_path, capsys):
-    config = custom_config(**SMALL, reward=zero, doctor={"health": False})
-    outcome = lockstep.train(config, out=tmp_path / "run")
-    printed, rows = capsys.readouterr().out, load_run(outcome).metrics
-    report = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert "health" not in printed and "warning" not in printed
-    tracked = sys.modules["trackio"].rows
-    assert not any(key.startswith("health/") for row in [*rows, *tracked] for key in row)
-    assert "health" not in outcome.summary and report["runs"][0]["health"] == []
-
-
 def played(*texts, offered=("search",), **fields):
     """An episode whose tool answered so."""
     trajectory = Trajectory(id=f"t/{len(texts)}", **fields)

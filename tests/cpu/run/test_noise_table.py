@@ -84,7 +84,7 @@ def test_a_run_is_measured_at_its_checkpoint(tmp_path, capsys):
     ("words", "message"),
     [
         (["quickstart", "--scorings", "1"], "scorings=1: a variance needs 2 or more"),
-        (["quickstart", "agent.top_p=0.9"], "behaviour=averaged with agent.top_p=0.9"),
+        (["quickstart", "agent.top_p=0.9"], "rescorings=16 with agent.top_p=0.9"),
         (["quickstart", "out=runs/a"], "lockstep noise takes no out="),
     ],
 )

@@ -268,9 +268,7 @@ class Workers(RunHooks):
             self.number = 0
 
 
-APART = (
-    "engine.replicas=2", "engine.pool.frozen_seconds=2", "engine.pool.load_seconds=10",
-)  # fmt: skip
+APART = ("engine.replicas=2", "engine.pool.frozen_seconds=2")
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", *["SIGSTOP"] * PROOF])

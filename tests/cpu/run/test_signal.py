@@ -56,14 +56,14 @@ def test_a_run_that_is_resumed_replaces_the_same_groups(whole, tmp_path):
 
 
 def test_a_shortage_is_said_once_and_stops_the_run_if_asked_to(tmp_path, capsys):
-    settings = ["signal.max_extra_tasks=1", "task.max_calls=1", "signal.on_shortage=stop"]
+    settings = ["signal.max_extra_tasks=1", "task.max_calls=1", "stop_on=shortage"]
     code = main(["train", "quickstart", *SMALL, *settings, f"out={tmp_path / 'run'}"])
     out = capsys.readouterr().out
     assert code == 3
     ((row,), said) = load_run(tmp_path / "run").metrics, " ".join(out.split())
     shown = f"{row['signal/missing']:.0f} of 3 groups have no signal and are trained as they are, "
     assert said.count(f"{shown}after {row['signal/replaced']:.0f} others without one") == 1
-    assert "groups had no signal after 1 more tasks (signal.on_shortage)" in " ".join(out.split())
+    assert "groups had no signal after 1 more tasks (stop_on=shortage)" in " ".join(out.split())
     assert len(rows_of(tmp_path / "run")) == 1
     assert list(load_run(tmp_path / "run").checkpoints()) == [1]
 

@@ -57,7 +57,7 @@ QUICK = [
     "seed=3", f"steps={STEPS}", f"groups_per_step={GROUPS}", f"group_size={SAMPLES}",
     "evaluation.at_start=false", "evaluation.num_tasks=1", "evaluation.greedy=false",
     "trainer.warmup_updates=0", "contract=none", "engine=twin",
-    "engine.pool.frozen_seconds=1.5", "engine.pool.load_seconds=5",
+    "engine.pool.frozen_seconds=1.5",
 ]  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def events(run):
     ],
 )
 def test_a_run_loses_nothing_and_trains_nothing_twice(fault, counted, tmp_path, tmp_path_factory):
-    run = play(tmp_path / "run", f"--fault={fault},replica=1", "sync.on_alarm=warn")
+    run = play(tmp_path / "run", f"--fault={fault},replica=1", "stop_on=")
     found, wanted = sampled(run), sound(tmp_path_factory.getbasetemp())
     assert found.keys() == wanted.keys() and len(found) == STEPS * GROUPS * SAMPLES
     # The same draws in another batch: the same tokens, but for one at the edge of its interval.
@@ -118,7 +118,7 @@ def test_a_run_loses_nothing_and_trains_nothing_twice(fault, counted, tmp_path, 
 
 @pytest.mark.parametrize("fault", ["wrong_weights", "half_loaded_weights"])
 def test_weights_that_were_not_taken_show_in_the_mismatch(fault, tmp_path):
-    run = play(tmp_path / "run", f"--fault={fault},replica=1", "sync.on_alarm=warn")
+    run = play(tmp_path / "run", f"--fault={fault},replica=1", "stop_on=")
     k3 = [row["mismatch/k3"] for row in run.metrics if "mismatch/k3" in row]
     assert k3[0] < 1e-9 and min(k3[1:]) > 1e-6
     assert all(row["tokens/trained"] == row["tokens/sampled"] for row in run.metrics if "k3" in row)
@@ -127,7 +127,7 @@ def test_weights_that_were_not_taken_show_in_the_mismatch(fault, tmp_path):
 @pytest.mark.parametrize("fault", ["wrong_weights", "half_loaded_weights"])
 def test_one_replica_without_the_weights_is_found_by_the_verification(fault, tmp_path):
     """Each replica is looked at: in a median over all, one of many would not show."""
-    words = [f"--fault={fault},replica=1", "sync.qualify=on", "sync.on_alarm=warn"]
+    words = [f"--fault={fault},replica=1", "sync.qualify=on", "stop_on="]
     with pytest.raises(
         EngineError, match=r"does not run the sent weights.*: replica 1: "
     ) as caught:

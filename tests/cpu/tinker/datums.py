@@ -25,11 +25,10 @@ def make_learner(folder, kind="qwen3", *, rank=4, seed=0, ops=None, dtype=None, 
     model.init_weights(std=0.3, seed=seed)
     if dtype is not None:
         model = model.to(dtype)
-    config = adapter_config(
-        ModelSpec(base_model="tiny", rank=rank, **{"seed": seed, **spec}), model.config
-    )
+    spec = ModelSpec(base_model="tiny", rank=rank, **{"seed": seed, **spec})
+    config = adapter_config(spec, model.config)
     if config is not None:
-        add_adapter(model, lora_shape(config, model.config), seed=config.seed)
+        add_adapter(model, lora_shape(config, model.config), seed=spec.seed)
         fill_adapter(model, seed=seed + 1)
     return TinkerLearner(model, like=folder)
 

@@ -220,17 +220,15 @@ def test_an_update_without_a_kept_token_is_skipped_and_says_why(tmp_path, anchor
 
 
 @pytest.mark.parametrize("denominator", ["original", "kept"])
-@pytest.mark.parametrize(("aggregate", "fixed"), [
-    ("token_mean", 0), ("sequence_mean", 0), ("fixed_length", 7)
-])  # fmt: skip
+@pytest.mark.parametrize("aggregate", ["token_mean", "sequence_mean", 7])
 def test_a_loss_is_divided_by_all_tokens_or_by_those_that_are_kept(
-    tmp_path, aggregate, fixed, denominator
+    tmp_path, aggregate, denominator
 ):
     trainer, rows = make_case(tmp_path)
     whole = Rule(stat="ratio", aggregation="sum", low=0.5)
     rules = (Rule(stat="k3", high=0.1), whole)
     correction = Correction(anchor="recomputed", reject=rules, denominator=denominator)
-    objective = Reinforce(aggregate=aggregate, fixed_length=fixed)
+    objective = Reinforce(aggregate=aggregate)
     old = torch.from_numpy(np.concatenate([
         x[r.loss_mask] for x, r in zip(trainer.forward(rows, column=None), rows, strict=True)
     ]))  # fmt: skip
@@ -246,7 +244,7 @@ def test_a_loss_is_divided_by_all_tokens_or_by_those_that_are_kept(
     expected = {
         "token_mean": sum(sums) / sum(counts),
         "sequence_mean": sum(s / max(n, 1) for s, n in zip(sums, counts, strict=True)) / num_rows,
-        "fixed_length": sum(sums) / 7 / num_rows,
+        7: sum(sums) / 7 / num_rows,
     }[aggregate]  # fmt: skip
     assert metrics["train/loss"] == pytest.approx(expected, rel=1e-5)
 

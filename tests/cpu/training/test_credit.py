@@ -123,7 +123,7 @@ def test_a_branch_is_worth_what_it_adds_to_the_turn_where_it_began():
     groups = grouped(branched("a", [1.0, 0.0]), branched("b", [0.0]))
     # the baseline is (0.5 + 0) / 2; leaves 0.75, -0.25 and -0.25; at the fork 0.25
     assert credited(groups) == [[0.25, 0.75], [-0.25], [-0.25, -0.25]]
-    parted = credited(groups, branches="parent", branch_weight=2)
+    parted = credited(groups, branch_weight=2)
     assert parted == [[0.25, 0.75 + 2 * 0.5], [-0.25 - 2 * 0.5], [-0.25, -0.25]]
     # among siblings: 1, 0, and the 0 of b, which began after the same tokens
     siblings = credited(groups, compare="path", episode_weight=0)
@@ -147,7 +147,7 @@ def test_a_turn_that_new_weights_cut_in_two_is_one_turn():
 
 def test_without_branches_nothing_is_added():
     for advantage in (PLAIN, GRPO(), RLOO(), ReinforcePlusPlus()):
-        assert credited(GROUP, advantage, branches="parent") == credited(GROUP, advantage)
+        assert credited(GROUP, advantage, branch_weight=1) == credited(GROUP, advantage)
 
 
 def gigpo(episodes, *, gamma, omega, remove_std, eps=1e-6):

@@ -13,10 +13,8 @@ from tiny_training import (
     snapshot,
 )
 
-from lockstep.errors import ConfigError
 from lockstep.objectives.config import PPOClip, Reinforce
 from lockstep.objectives.losses import make_loss
-from lockstep.training.config import TrainerConfig
 from lockstep.training.loss_scale import FIRST, GROWTH_UPDATES, LossScale
 
 LENGTHS = [9, 31, 14, 22]
@@ -42,7 +40,8 @@ def test_gradients_below_float16_are_those_of_float32(tmp_path, kind):
     wanted = gradients_of(exact, rows)
     assert exact.loss_scale.value == 1.0
     found = gradients_of(make_trainer(tmp_path / "half", kind, dtype=torch.float16), rows)
-    flat = make_trainer(tmp_path / "flat", kind, dtype=torch.float16, loss_scale=1.0)
+    flat = make_trainer(tmp_path / "flat", kind, dtype=torch.float16)
+    flat.loss_scale = LossScale(1.0, is_dynamic=False)
     lost = gradients_of(flat, rows)
 
     def error(gradients):
@@ -74,20 +73,17 @@ def test_an_overflow_halves_the_factor_and_loses_no_batch(tmp_path, kind):
     assert all(torch.isfinite(p).all() for p in parameters)
 
 
-def test_a_factor_that_is_set_stays_and_an_overflow_under_it_skips(tmp_path):
-    trainer = make_trainer(tmp_path, dtype=torch.float16, loss_scale=2.0**24)
+def test_an_overflow_under_a_fixed_factor_skips(tmp_path):
+    trainer = make_trainer(tmp_path, dtype=torch.float16)
+    trainer.loss_scale = LossScale(2.0**24, is_dynamic=False)
     rows = set_rollout(trainer, make_rows(LENGTHS))
     metrics = trainer.update(rows, PPOClip())
     assert metrics["train/skipped_updates"] == 1 and trainer.version == 0
-    assert trainer.loss_scale.value == 2.0**24
-    with pytest.raises(ConfigError, match=r"loss_scale=3\.0.*\b0\b"):
-        TrainerConfig(loss_scale=3.0)
 
 
 def test_a_factor_of_a_power_of_two_changes_no_bit_of_float32(tmp_path):
-    plain, scaled = (
-        make_trainer(tmp_path / name, loss_scale=scale) for name, scale in (("a", 0), ("b", 64.0))
-    )
+    plain, scaled = make_trainer(tmp_path / "a"), make_trainer(tmp_path / "b")
+    scaled.loss_scale = LossScale(64.0, is_dynamic=False)
     rows = set_rollout(plain, make_rows(LENGTHS))
     for trainer in (plain, scaled):
         trainer.update(rows, PPOClip())
@@ -95,11 +91,11 @@ def test_a_factor_of_a_power_of_two_changes_no_bit_of_float32(tmp_path):
 
 
 def test_the_factor_grows_after_a_while_and_survives_a_checkpoint(tmp_path):
-    scale = LossScale.for_training(0.0, torch.float16)
+    scale = LossScale.for_training(torch.float16)
     for _ in range(GROWTH_UPDATES):
         scale.made_update()
     assert (scale.value, scale.num_good) == (2 * FIRST, 0)
-    assert LossScale.for_training(0.0, torch.bfloat16).value == 1.0
+    assert LossScale.for_training(torch.bfloat16).value == 1.0
 
     trainer = make_trainer(tmp_path / "a", dtype=torch.float16)
     trainer.loss_scale.value, trainer.loss_scale.num_good = 32.0, 7
@@ -123,12 +119,3 @@ def test_a_float16_critic_repeats_what_overflows(tmp_path):
     metrics = critic.update(rows)
     assert metrics["critic/overflows"] > 0 and metrics["critic/skipped_updates"] == 0
     assert metrics["critic/loss_scale"] == critic.loss_scale.value < 2.0**24
-
-
-def test_the_critics_own_loss_scale_is_used(tmp_path):
-    critic = make_critic(tmp_path, loss_scale=64.0)
-    rows = make_rows(LENGTHS)
-    critic.values(rows)
-    for row in rows:
-        row.set("returns", np.ones(len(row), np.float32))
-    assert critic.update(rows)["critic/loss_scale"] == critic.loss_scale.value == 64.0

@@ -171,7 +171,8 @@ def routers_of(trainer):
 def test_it_is_scaled_with_the_loss_in_float16(tmp_path):
     gradients = []
     for scale in (1.0, 1024.0):
-        trainer = make_balanced(tmp_path, loss_scale=scale)
+        trainer = make_balanced(tmp_path)
+        trainer.loss_scale.value = scale
         trainer.forward_backward(make_rows([23, 30]), LOSS)
         found = trainer.optimizer.gradients().items()
         gradients.append({name: gradient / scale for name, gradient in found})

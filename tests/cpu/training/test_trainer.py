@@ -136,9 +136,9 @@ def test_any_split_into_microbatches_gives_the_same_log_probs_and_gradient(tmp_p
     split = make_trainer(tmp_path, kind, max_tokens_per_microbatch=budget)
     for a, b in zip(split.forward(rows), whole.forward(rows), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
-    for aggregate, fixed in (("token_mean", 0), ("sequence_mean", 0), ("fixed_length", 7)):
-        options = {"aggregate": aggregate, "fixed_length": fixed}
-        assert relative(gradients(split, rows, **options), gradients(whole, rows, **options)) < 1e-6
+    for aggregate in ("token_mean", "sequence_mean", 7):
+        parts = gradients(split, rows, aggregate=aggregate)
+        assert relative(parts, gradients(whole, rows, aggregate=aggregate)) < 1e-6
 
 
 def test_a_neighbours_ids_change_no_bit_of_a_row(tmp_path):
@@ -209,14 +209,14 @@ def test_the_aggregates_are_what_their_names_say(tmp_path, kind):
     ]
     counts = [r.num_trained for r in rows]
     expected = {
-        ("token_mean", 0, None): sum(sums) / sum(counts),
-        ("token_mean", 0, 10.0): sum(sums) / 10.0,
-        ("sequence_mean", 0, None): np.mean([s / c for s, c in zip(sums, counts, strict=True)]),
-        ("fixed_length", 5, None): np.mean(sums) / 5,
+        ("token_mean", None): sum(sums) / sum(counts),
+        ("token_mean", 10.0): sum(sums) / 10.0,
+        ("sequence_mean", None): np.mean([s / c for s, c in zip(sums, counts, strict=True)]),
+        (5, None): np.mean(sums) / 5,
     }
-    for (aggregate, fixed, denominator), value in expected.items():
+    for (aggregate, denominator), value in expected.items():
         metrics = trainer.forward_backward(
-            rows, policy_gradient, aggregate=aggregate, fixed_length=fixed, denominator=denominator
+            rows, policy_gradient, aggregate=aggregate, denominator=denominator
         )
         assert metrics["train/loss"] == pytest.approx(value, rel=1e-5)
     assert metrics["tokens/trained"] == sum(counts)

@@ -16,11 +16,9 @@ class GatewayConfig(Checked):
     """Address to listen on. Any other than this machine's own needs a key (LOCKSTEP_KEY)."""
     port: Annotated[int, Interval("[0, 65536)")] = 0
     """0 takes a free one, which is printed."""
-    certificate: str = ""
-    """File of a TLS certificate with its chain, as PEM: the server speaks https alone. Empty speaks
-    http."""
-    certificate_key: str = ""
-    """File of the certificate's private key; empty: it is in the same file."""
+    certificate: tuple[str, ...] = ()
+    """Files of a TLS certificate with its chain and of its private key, as PEM; one file may have
+    both. The server then speaks https alone. Empty speaks http."""
     names: tuple[str, ...] = ()
     """Names of the model besides its own, for agents that have a name built in; "*" answers to any.
     """
@@ -52,4 +50,5 @@ class GatewayConfig(Checked):
             self,
             host=(bool(self.host), "an address; 127.0.0.1 is this machine alone"),
             names=(all(self.names), "names that are not empty"),
+            certificate=(len(self.certificate) <= 2, "CERTIFICATE, or CERTIFICATE,KEY"),
         )

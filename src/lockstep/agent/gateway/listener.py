@@ -266,14 +266,13 @@ def open_files(config: GatewayConfig) -> tuple[ssl.SSLContext | None, TextIO | N
     secured = None
     if config.certificate:
         secured = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        key = config.certificate_key or config.certificate
         try:
             # An empty password: a key that needs one fails, instead of asking in the terminal.
-            secured.load_cert_chain(config.certificate, key, password="")
+            secured.load_cert_chain(config.certificate[0], config.certificate[-1], password="")
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(
-                f"gateway.certificate={config.certificate} gateway.certificate_key={key}: "
-                f"{error.strerror or error}. Expected a certificate and its private key, both as "
+                f"gateway.certificate={','.join(config.certificate)}: {error.strerror or error}. "
+                "Expected the files of a certificate and of its private key, both as "
                 "PEM, the key without a password."
             ) from error
     try:

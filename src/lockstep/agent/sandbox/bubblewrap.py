@@ -37,8 +37,6 @@ class BubblewrapConfig(_ProcessConfig):
 
     TAG: ClassVar[str] = "bwrap"
 
-    command: str = "bwrap"
-    """Path or name of bubblewrap."""
     packages: tuple[str, ...] = ()
     """Folders that programs can read and import from, such as a site-packages with numpy."""
 
@@ -56,7 +54,7 @@ class BubblewrapConfig(_ProcessConfig):
         return f"CPython with its standard library. {no_more}No network; files only in /tmp."
 
     def prepare(self) -> Callable[[], Launch]:
-        bwrap = require_bwrap(self.command)
+        bwrap = require_bwrap()
         for folder in self.packages:
             if not os.path.isdir(folder):
                 raise ConfigError(f"sandbox.packages: {folder!r} is not a folder.")
@@ -83,12 +81,12 @@ class BubblewrapConfig(_ProcessConfig):
         return Launch(argv=argv, pass_fds=(reading,))
 
 
-def require_bwrap(command: str) -> str:
-    """The path of `command`. Raises ConfigError if it is missing or cannot work here."""
-    if (found := shutil.which(command)) is None:
+def require_bwrap() -> str:
+    """The path of bubblewrap. Raises ConfigError if it is missing or cannot work here."""
+    if (found := shutil.which("bwrap")) is None:
         raise ConfigError(
-            f"sandbox.command={command!r} is not found. Install bubblewrap (`apt install "
-            "bubblewrap`, `dnf install bubblewrap`), give its path, or use sandbox=monty."
+            "sandbox=bwrap: no folder of PATH has `bwrap`. Install bubblewrap (`apt install "
+            "bubblewrap`, `dnf install bubblewrap`), or use sandbox=monty."
         )
     if not sys.platform.startswith("linux") or platform.machine() not in TABLES:
         known = " or ".join(sorted(TABLES))
@@ -97,7 +95,7 @@ def require_bwrap(command: str) -> str:
     version = tuple(int(part) for part in re.findall(r"\d+", said)[:2])
     if version < MIN_VERSION:
         needed = "bubblewrap 0.7 or newer is needed, to bound written files"
-        raise ConfigError(f"sandbox.command: {found} says {said.strip()!r}; {needed}.")
+        raise ConfigError(f"sandbox=bwrap: {found} says {said.strip()!r}; {needed}.")
     done = said_by(found, "--unshare-all", "--ro-bind", "/", "/", "--", "/bin/true")
     if done.returncode != 0:
         raise ConfigError(

@@ -32,9 +32,7 @@ class ContainerConfig(_ProcessConfig):
     command: str = "docker"
     """Path or name of docker or podman."""
     image: str = "python:3.12-slim"
-    """Image, which must be on this machine: a run downloads nothing."""
-    python: str = "python3"
-    """Python of the image."""
+    """Image with a `python3`. It must be on this machine: a run downloads nothing."""
     cpus: Annotated[float, ABOVE_0] = 1.0
     """Processors that one program may use."""
     runtime: str = ""
@@ -43,7 +41,7 @@ class ContainerConfig(_ProcessConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("command", "image", "python", "runtime"):
+        for name in ("command", "image", "runtime"):
             value = getattr(self, name)
             if value.startswith("-") or (not value and name != "runtime"):
                 raise ConfigError(f"sandbox.{name}={value!r} must be a name, and no option.")
@@ -88,7 +86,7 @@ def container_argv(config: ContainerConfig, name: str) -> list[str]:
         f"--tmpfs /tmp:rw,noexec,nosuid,nodev,size={config.disk_mib}m --workdir /tmp "
         "--env HOME=/tmp --env LANG=C.UTF-8 --env PYTHONHASHSEED=0 --env TZ=UTC"
     )
-    argv = [config.command, "run", *options.split(), "--entrypoint", config.python]
+    argv = [config.command, "run", *options.split(), "--entrypoint", "python3"]
     if config.runtime:
         argv += ["--runtime", config.runtime]
     return [*argv, config.image]

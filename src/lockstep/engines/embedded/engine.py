@@ -45,7 +45,7 @@ from lockstep.engines.ledger import (
     limit_of,
     no_adapter,
 )
-from lockstep.errors import CapabilityError, ConfigError, EngineError, TornWeightsError
+from lockstep.errors import CapabilityError, EngineError, TornWeightsError
 from lockstep.launch.event_loop import running
 from lockstep.launch.gpu import release_gpu_memory
 from lockstep.models.adapters import AdapterStacks
@@ -126,12 +126,8 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
                 DecodeGraphs(*over),
                 DecodeGraphs(*over, self._stacks),
             )
-        if config.lookup_tokens and (shape.linear is not None or self._graphs is not None):
-            raise ConfigError(
-                f"engine.lookup_tokens={config.lookup_tokens}: guesses cannot be taken back from a "
-                "state of linear attention, nor computed in a CUDA graph. Leave it out, or set "
-                "engine.cuda_graphs=false."
-            )
+        has_graphs = self._graphs is not None
+        config.check_lookup(has_states=shape.linear is not None, has_graphs=has_graphs)
         self._scheduler = Scheduler(config, self._rows, self._cache, self.stats)
         self._watched: dict[Sequence, None] = {}
         """Requests that need code after every token: stop strings, streams."""

@@ -18,6 +18,7 @@ from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import load_checkpoint
 from lockstep.ops.base import Ops
 from lockstep.ops.invariant import ask_for_reproducible_gemm
+from lockstep.system import keep_freed_memory
 
 
 def make_replica(model: Decoder, config: EmbeddedConfig, context: EngineContext) -> WorkerEngine:
@@ -71,6 +72,7 @@ def make_here(
     """The engine of a worker, which sees one GPU only. tokens: arguments of `EmbeddedEngine`."""
     if ops.name == "invariant":
         ask_for_reproducible_gemm()  # where the trainer's environment is not this one's
+    keep_freed_memory()
     torch.set_num_threads(threads)
     model = load_checkpoint(
         directory, dtype=getattr(torch, dtype), device=device, ops=ops, vocab_size=vocab_size

@@ -9,8 +9,8 @@ from functools import cached_property, partial
 from typing import Annotated, ClassVar
 
 from lockstep.agent.config import AgentConfig
-from lockstep.agent.environment import Environment, Observation, Score, first_messages
-from lockstep.agent.task_config import Split
+from lockstep.agent.environment import Environment, Observation, Score
+from lockstep.agent.task_config import AskedTasks, Split
 from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource
 from lockstep.agent.tools import Tool, ToolLimits, ToolRunner, tool
 from lockstep.config import Interval, at_least, require
@@ -20,6 +20,7 @@ from lockstep.envs.docsearch.worlds import NO_RESULTS, World, world_of
 from lockstep.types import Message, Task
 
 TOOL_NAME = "get_document_chunks"
+INSTRUCTIONS = "Search, then answer."
 INVALID_CALL = "error: invalid call"
 OVERLAP_CHARS = 80
 """Characters that a chunk repeats from the end of the one before, in whole words; at most a quarter
@@ -28,7 +29,7 @@ of the largest chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DocSearchConfig(HeldOutTasks):
+class DocSearchConfig(AskedTasks, HeldOutTasks):
     """Find the passages that answer a question with get_document_chunks(keywords), then answer.
 
     reward = retrieval_weight * retrieval + correctness_weight * correctness
@@ -45,8 +46,6 @@ class DocSearchConfig(HeldOutTasks):
     "quote"}]}. Required with docs."""
     eval_questions: str = ""
     """JSONL of the same form for evaluation. Empty: eval_share of `questions` is held out."""
-    instructions: str = "Search, then answer."
-    """Developer message. Empty: none."""
     two_hop_share: Annotated[float, Interval("[0, 1]")] = 0.5
     """Share of questions about worlds with two hops: "the city of the friend of Bela"."""
     max_calls: Annotated[int, at_least(1)] = 4
@@ -75,6 +74,9 @@ class DocSearchConfig(HeldOutTasks):
             eval_questions=(bool(self.docs) or not self.eval_questions, "given with docs"),
             chunk_chars=(0 < smallest <= largest >= 32, "0 < smallest <= largest >= 32"),
         )
+
+    def asked(self, question: str | Sequence[Message], *, own: str = INSTRUCTIONS) -> list[Message]:
+        return super().asked(question, own=own)
 
     def check(self) -> None:
         if self.docs:
@@ -194,7 +196,7 @@ class DocSearchEnvironment(Environment):
         self.answer: str | None = None
 
     async def reset(self) -> Sequence[Message]:
-        return first_messages(self._problem.question, instructions=self._config.instructions)
+        return self._config.asked(self._problem.question)
 
     async def step(self, message: Message) -> Observation:
         if not message.parse_error and not message.tool_calls:

@@ -13,7 +13,7 @@ from lockstep.agent.environment import Environment, Observation, Score, first_me
 from lockstep.agent.sandbox.base import Sandbox, SandboxConfig
 from lockstep.agent.sandbox.monty import MontyConfig
 from lockstep.agent.sandbox.tool import python_tool
-from lockstep.agent.task_config import Split
+from lockstep.agent.task_config import AskedTasks, Split
 from lockstep.agent.tasks import GeneratedSource, ListSource, TaskSource
 from lockstep.agent.tools import ToolEnvironment, ToolLimits
 from lockstep.children import Child
@@ -37,7 +37,7 @@ FAILED = "error"
 
 
 @dataclass(frozen=True, kw_only=True)
-class MathConfig(HeldOutTasks):
+class MathConfig(AskedTasks, HeldOutTasks):
     """A problem and one reply, whose final answer is graded.
 
     reward = correctness_weight * correctness + format_weight * format
@@ -67,9 +67,6 @@ class MathConfig(HeldOutTasks):
     last_number. none: the source's own."""
     lenient: bool = False
     """Grade the last number of a reply that has no answer in that form; its format scores 0."""
-    instructions: str | None = None
-    """Developer message. none: a message that states the form, unless the source's questions do.
-    Empty: no message."""
     correctness_weight: Annotated[float, at_least(0)] = 0.9
     """Weight of a right answer (0 or 1)."""
     format_weight: Annotated[float, at_least(0)] = 0.1
@@ -122,8 +119,8 @@ class MathConfig(HeldOutTasks):
 
     def opening(self, task: Task) -> list[Message]:
         """The messages before the first reply."""
-        instructions = self._instructions_for(task, self._form_of(task))
-        return first_messages(task.payload["question"], instructions=instructions)
+        own = self._own_instructions(task, self._form_of(task))
+        return self.asked(task.payload["question"], own=own)
 
     def _source_of(self, split: Split) -> Source:
         return (self.eval_source or self.source) if split == "eval" else self.source
@@ -132,9 +129,8 @@ class MathConfig(HeldOutTasks):
         source = task.id.partition("-")[0]
         return self.form or (PUBLIC[source].form if source in PUBLIC else "hashes")
 
-    def _instructions_for(self, task: Task, form: Form) -> str:
-        if self.instructions is not None:
-            return self.instructions
+    def _own_instructions(self, task: Task, form: Form) -> str:
+        """States the form, unless the source's questions do."""
         source = task.id.partition("-")[0]
         if source in PUBLIC and PUBLIC[source].is_prompt_whole and self.form is None:
             return ""
@@ -214,13 +210,10 @@ class RetoolConfig(MathConfig):
         if "_sandbox" in vars(self):
             await self._sandbox.close()
 
-    def _instructions_for(self, task: Task, form: Form) -> str:
+    def asked(self, question: str | Sequence[Message], *, own: str = "") -> list[Message]:
         if not self.tool and self.head_instructions is not None:
-            return self.head_instructions
-        own = super()._instructions_for(task, form)
-        if not self.tool or self.instructions is not None:
-            return own
-        return (own + TOOL_INSTRUCTIONS).strip()
+            return first_messages(question, instructions=self.head_instructions)
+        return super().asked(question, own=(own + TOOL_INSTRUCTIONS).strip() if self.tool else own)
 
     @cached_property
     def _sandbox(self) -> Sandbox:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 
 from lockstep import errors
 from lockstep.agent.config import AgentConfig
-from lockstep.agent.environment import Environment, Observation, Score, first_messages
-from lockstep.agent.task_config import Split
+from lockstep.agent.environment import Environment, Observation, Score
+from lockstep.agent.task_config import AskedTasks, Split
 from lockstep.agent.tasks import GeneratedSource, TaskSource
 from lockstep.children import Child
 from lockstep.envs.data_files import HeldOutTasks
@@ -30,7 +30,7 @@ INSTRUCTIONS: dict[AnswerRule, str] = tables_beside(__file__)["instructions"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReasoningGymConfig(HeldOutTasks):
+class ReasoningGymConfig(AskedTasks, HeldOutTasks):
     """A dataset of reasoning-gym: endless generated tasks, scored 0 to 1 by its own verifier.
 
     Needs the extra `reasoning-gym`.
@@ -47,8 +47,6 @@ class ReasoningGymConfig(HeldOutTasks):
     answer: AnswerRule = "tag"
     """Part of the reply that is the answer: the last <answer> tag, the last line that is not
     empty, or the whole reply."""
-    instructions: str | None = None
-    """Developer message. none: a message that states the `answer` rule. Empty: no message."""
     verifier_seconds: ClassVar[float] = 10.0
     """Seconds to score one answer. A slower one scores 0 and is counted."""
 
@@ -109,10 +107,8 @@ class ReasoningGymEnvironment(Environment):
         self.correctness = 0.0
 
     async def reset(self) -> list[Message]:
-        instructions = self.config.instructions
-        if instructions is None:
-            instructions = INSTRUCTIONS[self.config.answer]
-        return first_messages(self.task.payload["question"], instructions=instructions)
+        question, own = self.task.payload["question"], INSTRUCTIONS[self.config.answer]
+        return self.config.asked(question, own=own)
 
     async def step(self, message: Message) -> Observation:
         if not message.parse_error:

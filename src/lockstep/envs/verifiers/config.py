@@ -46,11 +46,11 @@ class VerifiersConfig(HeldOutTasks):
     harness: str = ""
     """Id of the agent's program. Empty: the taskset's own, or bash."""
     agent: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings of the agent, as in verifiers' [env.agent]: task.agent.max_turns=8."""
-    runtime: str = "docker"
-    """Place where the agent's program runs: docker, subprocess (this machine), prime, modal, ..."""
+    """Further settings of the agent, as in verifiers' [env.agent]: task.agent.max_turns=8. Its
+    program runs in docker, or where task.agent.runtime.type says: subprocess (this machine), prime,
+    modal, ..."""
     allow_code_here: bool = False
-    """Allow an agent's program to run the model's code on this machine (runtime=subprocess)."""
+    """Allow an agent's program to run the model's code on this machine (runtime subprocess)."""
     limit: Annotated[int, at_least(0)] = 0
     """Number of tasks to take. 0: all. Required for an endless taskset."""
     python: str = ""
@@ -63,7 +63,6 @@ class VerifiersConfig(HeldOutTasks):
         for name, own, is_twice in (
             ("settings.id", "taskset", "id" in self.settings),
             ("agent.harness", "harness", self.harness and "harness" in self.agent),
-            ("agent.runtime.type", "runtime", "type" in self.agent.get("runtime", {})),
         ):
             if is_twice:
                 raise ConfigError(f"{name}: give it once, as task.{own}=...")
@@ -76,8 +75,8 @@ class VerifiersConfig(HeldOutTasks):
         if opened["runs_code_here"] and not self.allow_code_here:
             raise ConfigError(
                 f"verifiers: the program of {', '.join(opened['runs_code_here'])} runs the model's "
-                "code, and runtime=subprocess is this machine. Use runtime=docker, harness=null (a "
-                "chat with tools), or allow_code_here=true on a disposable machine."
+                "code, and agent.runtime.type=subprocess is this machine. Use docker, harness=null "
+                "(a chat with tools), or allow_code_here=true on a disposable machine."
             )
         _ = self._tasks
 
@@ -96,7 +95,7 @@ class VerifiersConfig(HeldOutTasks):
     @cached_property
     def _child(self) -> Child:
         agent = dict(self.agent)
-        agent["runtime"] = {"type": self.runtime, **agent.get("runtime", {})}
+        agent["runtime"] = {"type": "docker", **agent.get("runtime", {})}
         if self.harness:
             agent["harness"] = {"id": self.harness}
         taskset = {"id": self.taskset, **self.settings}

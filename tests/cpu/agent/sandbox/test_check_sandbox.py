@@ -29,7 +29,7 @@ monty = pytest.importorskip("pydantic_monty", reason="the extra `sandbox` is not
 
 def why_no_bwrap() -> str:
     try:
-        require_bwrap("bwrap")
+        require_bwrap()
     except ConfigError as error:
         return str(error)
     return ""
@@ -176,7 +176,7 @@ def test_nothing_runs_without_isolation_and_no_setting_makes_it_so():
         SandboxConfig().open()
 
 
-def test_a_host_that_forbids_namespaces_is_named(tmp_path):
+def test_a_host_that_forbids_namespaces_is_named(tmp_path, monkeypatch):
     fake = tmp_path / "bwrap"
     fake.write_text(
         "#!/bin/sh\n"
@@ -184,11 +184,16 @@ def test_a_host_that_forbids_namespaces_is_named(tmp_path):
         'echo "bwrap: No permissions to create a new namespace" >&2\nexit 1\n'
     )
     fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     with pytest.raises(ConfigError, match="sandbox=monty"):
-        BubblewrapConfig(command=str(fake)).check()
+        BubblewrapConfig().check()
     fake.write_text("#!/bin/sh\necho bubblewrap 0.4.1\n")
     with pytest.raises(ConfigError, match=r"0\.7"):
-        BubblewrapConfig(command=str(fake)).check()
+        BubblewrapConfig().check()
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="apt install bubblewrap"):
+        BubblewrapConfig().check()
+    monkeypatch.undo()
     with pytest.raises(ConfigError, match="`sleep 60` does not answer"):
         said_by("sleep", "60", seconds=0.1)
 
