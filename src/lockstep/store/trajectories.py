@@ -388,6 +388,8 @@ def _open(path: Path) -> Iterator[pq.ParquetFile]:
                     f"{path}: its schema version is {version}; this version of Lockstep reads up "
                     f"to {SCHEMA_VERSION}. Read it with the version that wrote it."
                 )
+            if int(version) == SCHEMA_VERSION and not part.schema_arrow.equals(SCHEMA):
+                raise ValueError(f"other columns than those of version {version}")
             yield part
     except LockstepError:
         raise

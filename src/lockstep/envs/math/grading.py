@@ -120,8 +120,9 @@ def main() -> None:
 
     def compare(expected: str, answer: str) -> dict[str, Any]:
         # Its own time limits are signals that only Python code notices; the parent has a real one.
-        read: Any = partial(parse, parsing_timeout=None)
-        gold, found = (read(f"\\boxed{{{text}}}") for text in (expected, answer))
+        read: Any = parse
+        boxed = (f"\\boxed{{{text}}}" for text in (expected, answer))
+        gold, found = (read(text, parsing_timeout=None) for text in boxed)
         return {"is_equal": bool(verify(gold, found, timeout_seconds=None))}
 
     serve(compare)
