@@ -132,8 +132,9 @@ class MoE(nn.Module):
     ) -> ExpertProjection:
         weight, bias = getattr(self, f"{name}_proj"), getattr(self, f"{name}_bias")
         lora: ExpertLowRank | None = getattr(self, f"{name}_lora")
-        low_rank = None if lora is None or at.adapters is not None else lora.factors()
-        return ExpertProjection(weight, bias, low_rank, of_rows)
+        if lora is None or at.adapters is not None or not lora.is_on:
+            return ExpertProjection(weight, bias, of_rows=of_rows)
+        return ExpertProjection(weight, bias, lora.A, lora.B, lora.scale)
 
     def _route(self, x_TD: Tensor, ops: Ops, routing: Routing | None) -> tuple[Tensor, Tensor]:
         logits_TE = self.router_logits(x_TD, ops)

@@ -39,13 +39,6 @@ class DetachedSinkAttention(Attention):
         return None if self.sinks is None else self.sinks.detach()
 
 
-def without_adapter(model: Decoder) -> Decoder:
-    """The base model of `model`, over the same parameters."""
-    with torch.device("meta"):
-        base = Decoder(model.config)
-    return sharing(base, model, has_adapter=False)
-
-
 class Noise:
     """Normal numbers that are new for each computation and repeat with the run.
 
@@ -95,8 +88,7 @@ def with_noise(
     parameters. bias, bias_seed: size and seed of the offset per token id."""
     noises = [Noise(*noise) if noise else Noise() for noise in (head, routers, experts)]
     offset_V = bias * _normal((model.config.vocab_size,), derive_seed(bias_seed, "bias"))
-    with torch.device("meta"):
-        return sharing(NoisyDecoder(model.config, noises, offset_V), model)
+    return sharing(model, lambda config: NoisyDecoder(config, noises, offset_V))
 
 
 class NoisyDecoder(Decoder):
