@@ -200,8 +200,8 @@ class _Mix(torch.autograd.Function):
         x_TD, weights_TA, experts_TA, *tensors = ctx.saved_tensors
         plan: ExpertPlan = ctx.plan
         needs_x, needs_weights, _, _, *needed = ctx.needs_input_grad
-        gate_up = ExpertProjection(*tensors[:4], plan.gate_up.scale)
-        down = ExpertProjection(*tensors[4:], plan.down.scale)
+        gate_up = ExpertProjection(*tensors[:4], scale=plan.gate_up.scale)
+        down = ExpertProjection(*tensors[4:], scale=plan.down.scale)
         chunks = plan.chunks(experts_TA)
         into = [
             _zeros(x, len(chunks)) if is_needed else None
