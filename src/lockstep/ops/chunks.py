@@ -114,6 +114,13 @@ class Chunks:
         )
 
 
+def fed_positions(starts: Indices, lengths: Indices) -> tuple[Indices, Indices]:
+    """([T] sequence, [T] position) of each token, where sequences feed `lengths` tokens from
+    `starts` on, one after another."""
+    sequence, first = np.repeat(np.arange(len(lengths)), lengths), np.cumsum(lengths) - lengths
+    return sequence, np.arange(len(sequence)) + (starts - first)[sequence]
+
+
 def previous_tokens(
     index: Indices, lengths: Indices, width: int, num_tokens: int
 ) -> tuple[Indices, npt.NDArray[np.bool_]]:
@@ -125,7 +132,7 @@ def previous_tokens(
     >>> before[0].tolist(), is_there.astype(int).tolist()
     ([0, 0, 2, 2, 3], [[0, 1, 0, 1, 1], [0, 0, 0, 0, 1]])
     """
-    at = np.arange(len(index)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    _, at = fed_positions(np.zeros_like(lengths), lengths)
     before = np.zeros((width - 1, num_tokens), np.int64)
     is_there = np.zeros((width - 1, num_tokens), bool)
     for back in range(1, width):
@@ -329,9 +336,8 @@ class StateStep:
         slots, begin, end = (array.astype(np.int64) for array in (slots, starts, stops))
         lengths = end - begin
         first = np.cumsum(lengths) - lengths
-        num_tokens, base = int(lengths.sum()), len(lengths) * (width - 1)
-        sequence = np.repeat(np.arange(len(lengths)), lengths)
-        at = np.arange(num_tokens) - first[sequence]
+        sequence, at = fed_positions(np.zeros_like(begin), lengths)
+        num_tokens, base = len(at), len(lengths) * (width - 1)
         taps = np.stack(
             [_place(sequence, at - back, first, base, width) for back in range(width - 1, -1, -1)]
         )

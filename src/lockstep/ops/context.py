@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from lockstep.ops.chunks import Chunks, StateStep, previous_tokens
+from lockstep.ops.chunks import Chunks, StateStep, fed_positions, previous_tokens
 from lockstep.ops.transfer import to_device
 from lockstep.types import Ragged, packed_tokens
 
@@ -527,15 +527,6 @@ class PagedContext:
             cache = plane[layer]
             places = cache.view(cache.shape[0], -1, cache.shape[3])
             places.index_copy_(1, self.write_index, new.transpose(0, 1))
-
-
-def fed_positions(
-    starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """([T] sequence, [T] position) of each token, where sequences feed `lengths` tokens from
-    `starts` on, one after another."""
-    sequence = np.repeat(np.arange(len(lengths)), lengths)
-    return sequence, np.arange(len(sequence)) + (starts - _starts(lengths))[sequence]
 
 
 def _blocks(

@@ -48,6 +48,7 @@ from lockstep.ops.cuda_kernels import (
     tl,
     triton,
 )
+from lockstep.ops.packed import Saved
 
 Tensor = torch.Tensor
 
@@ -406,39 +407,28 @@ def paged_attention(q_THD: Tensor, spec: AttentionSpec, context: PagedContext) -
 # -- packed rows ----------------------------------------------------------------------------------
 
 
-class PackedAttention(torch.autograd.Function):
-    """Packed rows are rows of one page each; rows that share tokens have pages of one token."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, sinks, spec, context):
-        out, lse = packed_attention(q, k, v, spec, context)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.settings = spec, context
-        return out
-
-    @staticmethod
-    def backward(ctx, *grad_outputs):
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        (grad_out,), D = grad_outputs, q.shape[2]
-        is_flash = q.dtype.itemsize == 2 and D <= FLASH_WIDTH and D % 8 == 0
-        backward = _flash_backward if is_flash else _tiled_backward
-        grads = backward((grad_out, q, k, v, out, lse), *ctx.settings)
-        grad_sinks = None
-        if sinks is not None:
-            grad_sinks = _sink_gradient(grad_out, out, lse, sinks)
-        return *grads, grad_sinks, None, None
-
-
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, context: PackedContext
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, H, D], lse [T, H])."""
+    """(out [T, H, D], lse [T, H]). Packed rows are rows of one page each; rows that share tokens
+    have pages of one token."""
     work = context.work((q.shape[1], k.shape[1]))
     at_k, at_v = Vectors.of_tokens(k), Vectors.of_tokens(v)
     out, lse = attend(q, at_k, at_v, work, spec, num_key_heads=k.shape[1], num_places=len(q))
     if work.token_places is not None:
         return out.index_select(0, work.token_places), lse.index_select(0, work.token_places)
     return out, lse
+
+
+def packed_backward(
+    grad_out: Tensor, saved: Saved, spec: AttentionSpec, context: PackedContext
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """As `packed.attend_backward`."""
+    (q, k, v, sinks, out, lse), D = saved, saved[0].shape[2]
+    is_flash = q.dtype.itemsize == 2 and D <= FLASH_WIDTH and D % 8 == 0
+    backward = _flash_backward if is_flash else _tiled_backward
+    grads = backward((grad_out, q, k, v, out, lse), spec, context)
+    return *grads, None if sinks is None else _sink_gradient(grad_out, out, lse, sinks)
 
 
 Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]

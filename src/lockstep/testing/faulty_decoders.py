@@ -119,10 +119,10 @@ class NoisyDecoder(Decoder):
         return self._noises[0].add_to(logits_TV.float() + offset_V, hidden_TD)
 
     def log_probs(
-        self, hidden_TD: Tensor, ids_T: Tensor, *, temperature: float = 1.0
+        self, hidden_TD: Tensor, ids_T: Tensor, *, temperature: float = 1.0, **more: Any
     ) -> tuple[Tensor, Tensor]:
         if self._is_sound:
-            return super().log_probs(hidden_TD, ids_T, temperature=temperature)
+            return super().log_probs(hidden_TD, ids_T, temperature=temperature, **more)
         logp_TV = self.ops.log_softmax(self.logits(hidden_TD), temperature=temperature)
         entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
         return logp_TV.gather(1, ids_T[:, None])[:, 0], entropy_T

@@ -506,13 +506,8 @@ class Trainer(Learner):
         hidden = take_rows(
             model(batch.ids, batch.positions, batch.context, routing), batch.predictors
         )
-        logprobs, entropy = model.ops.log_probs(
-            hidden,
-            model.head,
-            batch.targets,
-            temperature=self.temperature,
-            support=batch.support,
-            vocab_size=model.config.vocab_size,
+        logprobs, entropy = model.log_probs(
+            hidden, batch.targets, temperature=self.temperature, support=batch.support
         )
         if distill is None or listed is not None:  # over the vocabulary, whatever was drawn from
             assert listed is not None, "rows without listed ids have returned above"
