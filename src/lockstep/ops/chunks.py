@@ -284,14 +284,14 @@ class StateStep:
     `bordering`."""
     bordering: Tensor
     """[S'] int64: slots of the sequences that come to a border."""
-    span: slice | None
+    span: slice | None = None
     """Slots from the rows' first to their last, which are read in place. None: the rows lie too far
     apart, and their states are copied."""
-    order: Tensor | None
+    order: Tensor | None = None
     """[N] int64: row of each slot of the span; 0 for a slot without a row, whose result is thrown
     away. None: the rows are in the order of their slots, which follow one another, or there is no
     span."""
-    back: Tensor | None
+    back: Tensor | None = None
     """[rows] int64: place of each row in the span; None as `order`."""
     memo: dict[tuple[int, int], RowPlaces] = field(default_factory=dict)
 
@@ -401,9 +401,6 @@ class StateStep:
             tails=window[:, 1:],
             borders=window.index_select(0, full)[:, 1:],
             bordering=full_slots,
-            span=None,
-            order=None,
-            back=None,
         )
 
 

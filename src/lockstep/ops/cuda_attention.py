@@ -98,27 +98,14 @@ def tile_of(dtype: torch.dtype, width: int, chip: int) -> Tile:
 # -- the kernel -----------------------------------------------------------------------------------
 
 UNSPECIALIZED = (
-    "page_size",
-    "slot_rows",
-    "q_head_step",
-    "q_step",
-    "k_head_step",
-    "k_step",
-    "v_head_step",
-    "v_step",
-    "window",
+    *("page_size", "slot_rows", "window"),
+    *("q_head_step", "q_step", "k_head_step", "k_step", "v_head_step", "v_step"),
 )
 INTEGERS = (
-    "tokens",
-    "query_starts",
-    "lengths",
-    "page_starts",
-    "pages",
-    "items",
-    "num_items",
-    "counters",
+    *("tokens", "query_starts", "lengths", "page_starts"),
+    *("pages", "items", "num_items", "counters"),
 )
-"""Tensors of single numbers: one instance whatever their addresses."""
+"""Fields of `AttentionWork` in the order of the kernel: one instance whatever their addresses."""
 
 
 @jit()
@@ -441,20 +428,9 @@ def _flash(
     grad_LHD, lse_HL = grad_out.contiguous(), lse.t().contiguous()
     with _deterministic():
         return torch.ops.aten._flash_attention_backward(
-            grad_LHD,
-            q,
-            k,
-            v,
-            out,
-            lse_HL,
-            work.query_starts,
-            key_starts,
-            work.max_queries,
-            work.max_keys,
-            0.0,
-            True,
-            unused,
-            unused,
+            *(grad_LHD, q, k, v, out, lse_HL),
+            *(work.query_starts, key_starts, work.max_queries, work.max_keys),
+            *(0.0, True, unused, unused),
             scale=spec.scale,
             window_size_left=-1 if spec.window is None else spec.window - 1,
             window_size_right=0,

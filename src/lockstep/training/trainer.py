@@ -520,19 +520,14 @@ class Trainer(Learner):
                 continue
             with torch.no_grad():
                 theirs = teacher(batch.ids, batch.positions, batch.context)
-            kl = kl.index_copy(
-                0,
-                mine,
-                vocabulary_kl(
-                    hidden[mine],
-                    model.head,
-                    take_rows(theirs, batch.predictors[mine]),
-                    teacher.head,
-                    temperature=self.temperature,
-                    vocab_size=model.config.vocab_size,
-                    order=distill.config.divergence,
-                ),
+            of_mine = vocabulary_kl(
+                *(hidden[mine], model.head),
+                *(take_rows(theirs, batch.predictors[mine]), teacher.head),
+                temperature=self.temperature,
+                vocab_size=model.config.vocab_size,
+                order=distill.config.divergence,
             )
+            kl = kl.index_copy(0, mine, of_mine)
         return logprobs, entropy, {"teacher_kl": kl}
 
     def _log_probs(
