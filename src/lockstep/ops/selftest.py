@@ -61,17 +61,8 @@ GPU_ROW_LENGTHS = (2 * SPLIT_KEYS + 9, 40)  # so that attention combines splits
 NUM_GROUPS = 5  # adapters of one shape that are multiplied at once
 MAX_FORWARD_MULTIPLIES = 1 << 34  # a second on one core: longer forwards are shortened
 
-ROWWISE = {
-    "linear": (0,),
-    "rms_norm": (0,),
-    "swiglu": (0,),
-    "rope": (0, 1, 2),
-    "geglu": (0,),
-    "route": (0,),
-    "route_by_sigmoid": (0,),
-    "combine": (0, 1),
-    "log_softmax": (0,),
-}
+FIRST_ONLY = ("linear", "rms_norm", "swiglu", "geglu", "route", "route_by_sigmoid", "log_softmax")
+ROWWISE = dict.fromkeys(FIRST_ONLY, (0,)) | {"rope": (0, 1, 2), "combine": (0, 1)}
 """op -> the positions of its arguments that have a row per token."""
 COMPOSED = {"norm_linear": (0,), "norm_swiglu": (0,), "add_linear": (0, 1), "rotary_attention": ()}
 """Like ROWWISE, of ops that a backend may compute at once; each is `Ops`' own composition."""
