@@ -566,8 +566,7 @@ def rearranged(
     model: Decoder, arrange: Callable[[Tensor, Tensor, PackedContext], Arranged]
 ) -> Decoder:
     """`model` over the same parameters, whose packed rows are arranged in another way first."""
-    with torch.device("meta"):
-        return sharing(RearrangingDecoder(model.config, arrange), model)
+    return sharing(model, lambda config: RearrangingDecoder(config, arrange))
 
 
 class RearrangingDecoder(Decoder):

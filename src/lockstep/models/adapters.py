@@ -34,9 +34,7 @@ def decoder_over(base: Decoder) -> Decoder:
     >>> one, other = decoder_over(base), decoder_over(base)         # doctest: +SKIP
     >>> add_adapter(one, shape, seed=0)                             # doctest: +SKIP
     """
-    with torch.device("meta"):
-        twin = Decoder(base.config)
-    sharing(twin, base, has_adapter=False)
+    twin = sharing(base, has_adapter=False)
     twin.rope_tables = base.rope_tables
     return twin.requires_grad_(False)
 

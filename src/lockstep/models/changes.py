@@ -57,7 +57,8 @@ def changes(model: Decoder | FallbackModel) -> Iterator[Change]:
     inner = model if isinstance(model, Decoder) else model.inner
     yield from _sinks(inner)
     yield from _windows(model)
-    yield from _ropes(model)
+    for text, made in (_decoder_ropes if isinstance(model, Decoder) else _fallback_ropes)(model):
+        yield Change(kind="rope", text=text, made=made)
     for scheme in SCHEMES:
         yield Change(
             kind="quantised",
@@ -123,12 +124,6 @@ def with_windows(model: Decoder | FallbackModel, windows: Windows) -> AbstractCo
 # -- rotary positions -----------------------------------------------------------------------------
 
 
-def _ropes(model: Decoder | FallbackModel) -> Iterator[Change]:
-    found = _decoder_ropes if isinstance(model, Decoder) else _fallback_ropes
-    for text, made in found(model):
-        yield Change(kind="rope", text=text, made=made)
-
-
 def _decoder_ropes(model: Any) -> Iterator[tuple[str, Made]]:
     config: ModelConfig = model.config
 
@@ -162,48 +157,38 @@ def _fallback_ropes(model: Any) -> Iterator[tuple[str, Made]]:
         {k: v for k, v in parameters.items() if v} if is_by_kind else {"": parameters}
     )
 
-    def rebuilt(changed: dict[str, dict[str, Any]]) -> Made:
-        parameters = changed if is_by_kind else changed[""]
-        return lambda: patched(*_rebuilt(model.inner, parameters))
-
-    def of(edit: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        return {kind: edit(deepcopy(found)) for kind, found in of_kinds.items()}
+    def edited(edit: Callable[[dict[str, Any]], dict[str, Any]], rope_type: str = "") -> Made:
+        """The model with an edit of its parameters; rope_type: of those of this type alone."""
+        changed = {
+            kind: edit(found) if rope_type in ("", found.get("rope_type")) else found
+            for kind, found in of_kinds.items()
+        }
+        return lambda: patched(*_rebuilt(model.inner, changed if is_by_kind else changed[""]))
 
     types = {found.get("rope_type", "default") for found in of_kinds.values()}
     kept = ("rope_theta", "partial_rotary_factor")
     if types - {"default"}:
-        plain = of(
+        plain = edited(
             lambda p: {"rope_type": "default", **{name: p[name] for name in kept if name in p}}
         )
-        yield "without its rope scaling", rebuilt(plain)
+        yield "without its rope scaling", plain
     if any(found.get("rope_theta", DEFAULT_THETA) != DEFAULT_THETA for found in of_kinds.values()):
-        based = of(lambda p: p | {"rope_theta": DEFAULT_THETA})
-        yield f"with rope_theta={DEFAULT_THETA:.0f}", rebuilt(based)
+        based = edited(lambda p: p | {"rope_theta": DEFAULT_THETA})
+        yield f"with rope_theta={DEFAULT_THETA:.0f}", based
     if "yarn" in types:
-        yield (
-            "without yarn's attention factor",
-            rebuilt(of(lambda p: p | ({"attention_factor": 1.0} if _is(p, "yarn") else {}))),
-        )
-        yield (
-            f"with yarn's truncate={not parameters.get('truncate', True)}",
-            rebuilt(of(lambda p: p | {"truncate": not p.get("truncate", True)})),
-        )
+        unscaled = edited(lambda p: p | {"attention_factor": 1.0}, "yarn")
+        yield "without yarn's attention factor", unscaled
+        other = edited(lambda p: p | {"truncate": not p.get("truncate", True)})
+        yield f"with yarn's truncate={not parameters.get('truncate', True)}", other
     if "longrope" in types:
         for one, other in (("short", "long"), ("long", "short")):
-            same = of(
-                lambda p, one=one, other=other: (
-                    p | ({f"{other}_factor": p[f"{one}_factor"]} if _is(p, "longrope") else {})
-                )
-            )
-            yield f"with longrope's {one} factors at every length", rebuilt(same)
+            names = f"{one}_factor", f"{other}_factor"
+            same = edited(lambda p, names=names: p | {names[1]: p[names[0]]}, "longrope")
+            yield f"with longrope's {one} factors at every length", same
     if len(of_kinds) > 1:
         for kind, found in of_kinds.items():
-            everywhere = dict.fromkeys(of_kinds, found)
-            yield f"with the rotary angles of its {kind} layers in all", rebuilt(everywhere)
-
-
-def _is(parameters: dict[str, Any], rope_type: str) -> bool:
-    return parameters.get("rope_type") == rope_type
+            everywhere = edited(lambda _, found=found: found)
+            yield f"with the rotary angles of its {kind} layers in all", everywhere
 
 
 def _rebuilt(inner: nn.Module, parameters: Any) -> list[tuple[Any, str, Any]]:
@@ -256,7 +241,8 @@ def rounded_weights(model: Any, scheme: Scheme) -> dict[nn.Parameter, Tensor]:
     routers, and gates of experts are not."""
     news: dict[nn.Parameter, Tensor] = {}
     with torch.no_grad():
-        for parts in linear_maps(model):
+        maps = _decoder_maps(model) if isinstance(model, Decoder) else _fallback_maps(model)
+        for parts in maps:
             held = [part.held for part in parts]
             if scheme.is_fused:
                 rounded = scheme.rounded(torch.cat(held, -2)).split([h.shape[-2] for h in held], -2)
@@ -311,13 +297,9 @@ class RoundingOps(Ops):
         return super().expert_linear(self._inputs(x, weight), weight, *inputs)
 
 
-def linear_maps(model: Any) -> list[list[Slice]]:
+def _decoder_maps(model: Decoder) -> list[list[Slice]]:
     """The maps that engines quantise: attention, MLPs and experts. Maps that read the same input
     are grouped."""
-    return _decoder_maps(model) if isinstance(model, Decoder) else _fallback_maps(model)
-
-
-def _decoder_maps(model: Decoder) -> list[list[Slice]]:
     out: list[list[Slice]] = []
     for projection, group in groupby(lora_sites(model.config), lambda site: site.projection):
         weight: Any = place_of(model, projection)[2]
@@ -333,6 +315,7 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def _fallback_maps(model: FallbackModel) -> list[list[Slice]]:
+    """As `_decoder_maps`."""
     width, kept = model.config.hidden_size, {id(model.embedding), id(model.head)}
     few = (1, model.config.num_experts)  # outputs of a router, or of a gate
     found: dict[tuple[str, ...], list[Slice]] = {}

@@ -190,23 +190,27 @@ class Decoder(nn.Module):
         """(log-prob, entropy), each [N] float32, of targets [N]; each is predicted at its place of
         predictors [N] among the T. The one call that a trainer makes."""
         hidden_TD = self(ids_T, positions_T, context, routing)
-        return self.ops.log_probs(
-            take_rows(hidden_TD, predictors_N),
-            self.head,
-            targets_N,
-            temperature=temperature,
-            support=support,
-            vocab_size=self.config.vocab_size,
+        return self.log_probs(
+            take_rows(hidden_TD, predictors_N), targets_N, temperature=temperature, support=support
         )
 
     def log_probs(
-        self, hidden_TD: Tensor, ids_T: Tensor, *, temperature: float = 1.0
+        self,
+        hidden_TD: Tensor,
+        ids_T: Tensor,
+        *,
+        temperature: float = 1.0,
+        support: Support | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(log-prob of ids [T] or [T, K], entropy [T]), float32: `Ops.log_probs` over this
         head."""
-        size = self.config.vocab_size
         return self.ops.log_probs(
-            hidden_TD, self.head, ids_T, temperature=temperature, vocab_size=size
+            hidden_TD,
+            self.head,
+            ids_T,
+            temperature=temperature,
+            support=support,
+            vocab_size=self.config.vocab_size,
         )
 
     def top_log_probs(

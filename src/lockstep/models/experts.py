@@ -38,17 +38,6 @@ READING = 16
 much as this many."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpertFactors:
-    """A low-rank addition to one projection of every expert: B (A x * scale)."""
-
-    A: Tensor
-    """[E, r, K]."""
-    B: Tensor
-    """[E, N, r]."""
-    scale: float
-
-
 @dataclass(slots=True, eq=False)
 class ExpertProjection:
     """One linear map of every expert. A gradient is computed for what requires one, and the
@@ -58,23 +47,18 @@ class ExpertProjection:
     """[E, N, K]."""
     bias: Tensor | None = None
     """[E, N]."""
-    low_rank: ExpertFactors | None = None
+    A: Tensor | None = None
+    """[E, r, K]. With B, a low-rank addition: B (A x * scale)."""
+    B: Tensor | None = None
+    """[E, N, r]."""
+    scale: float = 1.0
     of_rows: Sequence[StackedFactors | None] = ()
-    """Factors of `AdapterRows.of_experts`, in place of `low_rank`: each row has its own adapter."""
+    """Factors of `AdapterRows.of_experts`, in place of A and B: each row has its own adapter."""
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Tensors that may have a gradient, in the order of `with_tensors`."""
-        low = self.low_rank
-        return (self.weight, self.bias, *((None, None) if low is None else (low.A, low.B)))
-
-    def with_tensors(
-        self, weight: Tensor, bias: Tensor | None, A: Tensor | None, B: Tensor | None
-    ) -> ExpertProjection:
-        low = self.low_rank
-        if low is not None and A is not None and B is not None:
-            low = ExpertFactors(A, B, low.scale)
-        return ExpertProjection(weight, bias, low)
+        """Tensors that may have a gradient, in the order of the fields."""
+        return self.weight, self.bias, self.A, self.B
 
     def forward(
         self, x_RK: Tensor, counts: Counts, ops: Ops, groups: Sequence[Groups] = ()
@@ -85,13 +69,10 @@ class ExpertProjection:
         for factors, of_shape in zip(self.of_rows, groups, strict=True):
             if factors is not None:
                 factors.add(x_RK, out_RN, of_shape, ops)
-        if (low := self.low_rank) is None:
+        if self.A is None or self.B is None:
             return out_RN
-        return out_RN + ops.expert_linear(self._inner(x_RK, low, counts, ops), low.B, None, counts)
-
-    @staticmethod
-    def _inner(x_RK: Tensor, low: ExpertFactors, counts: Counts, ops: Ops) -> Tensor:
-        return ops.expert_linear(x_RK, low.A, None, counts) * low.scale
+        inner = ops.expert_linear(x_RK, self.A, None, counts) * self.scale
+        return out_RN + ops.expert_linear(inner, self.B, None, counts)
 
     def backward(
         self,
@@ -114,12 +95,13 @@ class ExpertProjection:
         )
         if grad_bias is not None:
             _add_sums(grad_bias, grad_RN, share_R, counts)
-        if (low := self.low_rank) is not None:
+        if self.A is not None and self.B is not None:
+            inner = ops.expert_linear(x_RK, self.A, None, counts) * self.scale
             grad_inner = ops.expert_linear_backward(
-                grad_RN, self._inner(x_RK, low, counts, ops), low.B, counts, grad_weight=grad_B
+                grad_RN, inner, self.B, counts, grad_weight=grad_B
             )
             grad_RK += ops.expert_linear_backward(
-                grad_inner * low.scale, x_RK, low.A, counts, grad_weight=grad_A
+                grad_inner * self.scale, x_RK, self.A, counts, grad_weight=grad_A
             )
         return grad_RK
 
@@ -218,8 +200,8 @@ class _Mix(torch.autograd.Function):
         x_TD, weights_TA, experts_TA, *tensors = ctx.saved_tensors
         plan: ExpertPlan = ctx.plan
         needs_x, needs_weights, _, _, *needed = ctx.needs_input_grad
-        gate_up = plan.gate_up.with_tensors(*tensors[:4])
-        down = plan.down.with_tensors(*tensors[4:])
+        gate_up = ExpertProjection(*tensors[:4], scale=plan.gate_up.scale)
+        down = ExpertProjection(*tensors[4:], scale=plan.down.scale)
         chunks = plan.chunks(experts_TA)
         into = [
             _zeros(x, len(chunks)) if is_needed else None

@@ -17,17 +17,14 @@ from lockstep.models.reading import (
     window_rope,
     windows_of,
 )
+from lockstep.tables import tables_beside
+
+_DEFAULTS = tables_beside(__file__)
 
 # -- DeepSeek V3 and what shares its code, such as Kimi K2: latent attention -----------------------
 
 
-@family(
-    "deepseek_v3",
-    n_group=8,
-    topk_group=4,
-    routed_scaling_factor=2.5,
-    first_k_dense_replace=3,
-)
+@family("deepseek_v3", **_DEFAULTS["deepseek_v3"])
 def deepseek_v3(reading: Reading) -> dict[str, Any]:
     r = reading
     latent = LatentShape(
@@ -52,26 +49,18 @@ def deepseek_v3(reading: Reading) -> dict[str, Any]:
 # -- Gemma 3, of text alone ------------------------------------------------------------------------
 
 
-@family(
-    "gemma3_text",
-    rope_theta=1e6,
-    window_rope_theta=1e4,
-    head_dim=256,
-    num_key_value_heads=4,
-    tie_word_embeddings=True,
-)
+@family("gemma3_text", **_DEFAULTS["gemma3_text"])
 def gemma3_text(reading: Reading) -> dict[str, Any]:
     r, hidden = reading, reading.count("hidden_size")
     kinds = full_every(r, r.count("sliding_window_pattern", default=6))
+    scale = r.get("query_pre_attn_scalar", default=256)
     return {
         "norms": "both",
         "norm_weights": "centered",
         "has_qk_norm": True,
         "activation": "gelu",
         "embedding_scale": hidden**0.5,
-        "query_scale": r.number(
-            r.get("query_pre_attn_scalar", default=256), "query_pre_attn_scalar"
-        ),
+        "query_scale": r.number(scale, "query_pre_attn_scalar"),
         **window_rope(r, "rope_local_base_freq"),
         **windows_of(r, kinds, r.optional("sliding_window", 4096)),
     }
@@ -80,15 +69,7 @@ def gemma3_text(reading: Reading) -> dict[str, Any]:
 # -- GLM 4.5: experts that sigmoids choose, and shared ones ----------------------------------------
 
 
-@family(
-    "glm4_moe",
-    reads=("partial_rotary_factor",),
-    num_key_value_heads=8,
-    n_group=1,
-    topk_group=1,
-    routed_scaling_factor=1.0,
-    first_k_dense_replace=1,
-)
+@family("glm4_moe", reads=("partial_rotary_factor",), **_DEFAULTS["glm4_moe"])
 def glm4_moe(reading: Reading) -> dict[str, Any]:
     r = reading
     return {
@@ -103,7 +84,7 @@ def glm4_moe(reading: Reading) -> dict[str, Any]:
 # -- gpt-oss: sinks, and windows in every other layer ----------------------------------------------
 
 
-@family("gpt_oss", rope_theta=150000.0, head_dim=64, num_key_value_heads=8, attention_bias=True)
+@family("gpt_oss", **_DEFAULTS["gpt_oss"])
 def gpt_oss(reading: Reading) -> dict[str, Any]:
     r = reading
     if r.get("rope_parameters") is None and not r.get("rope_scaling"):  # transformers: YaRN by 32
@@ -127,7 +108,7 @@ def llama(reading: Reading) -> dict[str, Any]:
     return same_windows(reading, None)
 
 
-@family("mistral", num_key_value_heads=8)
+@family("mistral", **_DEFAULTS["mistral"])
 def mistral(reading: Reading) -> dict[str, Any]:
     window = reading.optional("sliding_window", 4096)
     return {"has_attention_bias": False, **same_windows(reading, window)}
@@ -136,7 +117,7 @@ def mistral(reading: Reading) -> dict[str, Any]:
 # -- OLMo 3: norms behind attention and MLP --------------------------------------------------------
 
 
-@family("olmo3", rope_theta=500000.0, window_rope_theta=500000.0)
+@family("olmo3", **_DEFAULTS["olmo3"])
 def olmo3(reading: Reading) -> dict[str, Any]:
     r = reading
     return {
@@ -166,17 +147,17 @@ def _windows(reading: Reading) -> dict[str, tuple[int | None, ...]]:
     return windows_of(r, kinds, window)
 
 
-@family("qwen2", num_key_value_heads=32)
+@family("qwen2", **_DEFAULTS["qwen2"])
 def qwen2(reading: Reading) -> dict[str, Any]:
     return {"has_attention_bias": True, "has_output_bias": False, **_windows(reading)}
 
 
-@family("qwen3", head_dim=128, num_key_value_heads=32)
+@family("qwen3", **_DEFAULTS["qwen3"])
 def qwen3(reading: Reading) -> dict[str, Any]:
     return {"has_qk_norm": True, **_windows(reading)}
 
 
-@family("qwen3_moe", num_key_value_heads=4)
+@family("qwen3_moe", **_DEFAULTS["qwen3_moe"])
 def qwen3_moe(reading: Reading) -> dict[str, Any]:
     r = reading
     return {
@@ -234,7 +215,7 @@ def _experts(reading: Reading) -> dict[str, Any]:
     }
 
 
-@family("qwen3_next", reads=_READS, head_dim=256, num_key_value_heads=2)
+@family("qwen3_next", reads=_READS, **_DEFAULTS["qwen3_next"])
 def qwen3_next(reading: Reading) -> dict[str, Any]:
     r, fields = reading, _hybrid(reading, is_grouped=True)
     if not r.count("num_experts", default=512, least=0):
@@ -247,11 +228,11 @@ def qwen3_next(reading: Reading) -> dict[str, Any]:
     }
 
 
-@family("qwen3_5_text", reads=_READS, head_dim=256, num_key_value_heads=4)
+@family("qwen3_5_text", reads=_READS, **_DEFAULTS["qwen3_5_text"])
 def qwen3_5(reading: Reading) -> dict[str, Any]:
     return _hybrid(reading, is_grouped=False)
 
 
-@family("qwen3_5_moe_text", reads=_READS, head_dim=256, num_key_value_heads=2, intermediate_size=0)
+@family("qwen3_5_moe_text", reads=_READS, **_DEFAULTS["qwen3_5_moe_text"])
 def qwen3_5_moe(reading: Reading) -> dict[str, Any]:
     return {**_hybrid(reading, is_grouped=False), **_experts(reading)}

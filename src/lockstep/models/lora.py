@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from lockstep.models.config import ModelConfig
-from lockstep.models.experts import ExpertFactors
 from lockstep.models.layer_inputs import LayerInputs
 from lockstep.models.lora_config import AdapterSite, LoraShape, lora_sites
 from lockstep.ops.base import Ops, linear_backward
@@ -145,7 +144,8 @@ class _Adapted(torch.autograd.Function):
 
 
 class ExpertLowRank(nn.Module):
-    """Adapter of one projection of all experts, with factors for each expert."""
+    """Adapter of one projection of all experts, with factors for each expert:
+    `experts.mix_experts` computes with them, and their gradients."""
 
     def __init__(self, site: AdapterSite, shape: LoraShape) -> None:
         super().__init__()
@@ -153,11 +153,6 @@ class ExpertLowRank(nn.Module):
         self.rank, self.scale, self.is_on = R, shape.scale, True
         self.A = nn.Parameter(torch.empty(E, R, site.inputs))
         self.B = nn.Parameter(torch.zeros(E, site.outputs, R))
-
-    def factors(self) -> ExpertFactors | None:
-        """Factors for `experts.mix_experts`, which computes the gradients of A and B too; None
-        while the adapter is off."""
-        return ExpertFactors(self.A, self.B, self.scale) if self.is_on else None
 
     def delta(self) -> Tensor:
         """[E, N, K] float32: the products to add to the weights, with their scale."""

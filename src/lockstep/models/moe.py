@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -132,8 +133,9 @@ class MoE(nn.Module):
     ) -> ExpertProjection:
         weight, bias = getattr(self, f"{name}_proj"), getattr(self, f"{name}_bias")
         lora: ExpertLowRank | None = getattr(self, f"{name}_lora")
-        low_rank = None if lora is None or at.adapters is not None else lora.factors()
-        return ExpertProjection(weight, bias, low_rank, of_rows)
+        if lora is None or at.adapters is not None or not lora.is_on:
+            return ExpertProjection(weight, bias, of_rows=of_rows)
+        return ExpertProjection(weight, bias, lora.A, lora.B, lora.scale)
 
     def _route(self, x_TD: Tensor, ops: Ops, routing: Routing | None) -> tuple[Tensor, Tensor]:
         logits_TE = self.router_logits(x_TD, ops)
@@ -156,22 +158,17 @@ class MoE(nn.Module):
         self, logits_TE: Tensor, ops: Ops, experts_TA: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         c, bias_E = self.config, self.router.choice_bias
+        of_both: Any = {"experts": experts_TA, "is_normalized": c.has_normalized_routes}
         if bias_E is None:
-            return ops.route(
-                logits_TE,
-                c.num_active_experts,
-                experts=experts_TA,
-                is_normalized=c.has_normalized_routes,
-            )
+            return ops.route(logits_TE, c.num_active_experts, **of_both)
         return ops.route_by_sigmoid(
             logits_TE,
             c.num_active_experts,
             bias=bias_E,
             num_groups=c.num_expert_groups,
             num_active_groups=c.num_active_groups,
-            experts=experts_TA,
-            is_normalized=c.has_normalized_routes,
             scale=c.route_scale,
+            **of_both,
         )
 
     def router_logits(self, x_TD: Tensor, ops: Ops) -> Tensor:

@@ -39,7 +39,8 @@ weights."""
 _VOLATILE = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 """Keys of config.json that change when a model is saved again."""
 
-_WITHOUT_EFFECT = frozenset(tables_beside(__file__)["without_effect"])
+_TABLES = tables_beside(__file__)
+_WITHOUT_EFFECT = frozenset(_TABLES["without_effect"])
 """Settings that are read, or that do not change what the tensors mean. Dropout concerns PEFT's own
 training. The tensors show which modules are adapted."""
 
@@ -145,19 +146,13 @@ def config_of(shape: LoraShape, model: ModelConfig, base: str | Path) -> dict[st
     everywhere = lora_sites(model)
     alpha = int(shape.alpha) if shape.alpha == int(shape.alpha) else shape.alpha
     return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        **_TABLES["written"],
         "base_model_name_or_path": shape.base or str(Path(base).resolve()),
         "r": shape.rank,
         "lora_alpha": alpha,
         "use_rslora": shape.rslora,
         "target_modules": _short_names(shape.sites, everywhere, of_parameters=False),
         "target_parameters": _short_names(shape.sites, everywhere, of_parameters=True),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
     }
 
 

@@ -24,7 +24,6 @@ NO_LIMIT = 1 << 31  # positions of a model without a table of them (ALiBi, state
 MOST = 1 << 16  # layers, heads, experts and numbers of a head: more is a damaged file
 
 
-KV_HEADS = "num_key_value_heads"
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 _TABLES = tables_beside(__file__)
@@ -107,7 +106,7 @@ class Reading:
 
     source: Mapping[str, Any]
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Defaults of its family."""
+    """Defaults of its family, which come before those of `flag`, `optional` and `count`."""
     reads: tuple[str, ...] = ()
     problems: list[str] = field(default_factory=list[str])
 
@@ -123,7 +122,7 @@ class Reading:
 
     def flag(self, key: str, *, default: bool) -> bool:
         """Null is false, whatever the default."""
-        return bool(self.get(key) if key in self.source else default)
+        return bool(self.get(key) if key in self.source else self.defaults.get(key, default))
 
     def places(self, key: str) -> list[int]:
         """Numbers of layers. A problem unless all are whole numbers."""
@@ -134,6 +133,7 @@ class Reading:
 
     def optional(self, key: str, default: int | None, *, most: int = NO_LIMIT) -> int | None:
         """Like `count`; null is None, whatever the default."""
+        default = self.defaults.get(key, default)
         found = self.source.get(key, default)
         return None if found is None else self.count(key, default=default, most=most)
 
@@ -149,6 +149,7 @@ class Reading:
     ) -> int:
         """Like `need` (or `get`, with a default); a problem unless it is the default, or a whole
         number from `least` to `most`."""
+        default = self.defaults.get(keys[0], default)
         found = self.need(*keys) if default is None else self.get(*keys, default=default)
         if type(found) is int and (found == default or least <= found <= most):
             return found
@@ -244,7 +245,7 @@ class Reading:
 
 def read_common(reading: Reading) -> dict[str, Any]:
     """The fields of `ModelConfig` that every family has."""
-    r, defaults = reading, reading.defaults
+    r = reading
     for key, neutral in _NEUTRAL.items():
         if key not in r.reads:
             r.expect(key, *neutral)
@@ -257,7 +258,7 @@ def read_common(reading: Reading) -> dict[str, Any]:
                 "read, only mxfp4 of gpt_oss. Use the checkpoint that they were quantised from"
             )
     hidden, heads = r.count("hidden_size"), r.count("num_attention_heads", most=MOST)
-    head_dim = r.optional("head_dim", defaults.get("head_dim"), most=MOST)
+    head_dim = r.optional("head_dim", None, most=MOST)
     if head_dim is None:
         head_dim = hidden // heads
         if hidden % heads:
@@ -266,35 +267,27 @@ def read_common(reading: Reading) -> dict[str, Any]:
                 f"num_attention_heads={heads}"
             )
     max_positions = r.count("max_position_embeddings")
-    theta, scaling = read_rope(r, max_positions, defaults.get("rope_theta", 10000.0))
+    theta, scaling = read_rope(r, max_positions)
     return {
         "vocab_size": r.count("vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": r.count(
-            "intermediate_size", default=defaults.get("intermediate_size")
-        ),
+        "intermediate_size": r.count("intermediate_size"),
         "num_layers": r.count("num_hidden_layers", most=MOST),
         "num_heads": heads,
-        "num_kv_heads": r.optional(KV_HEADS, defaults.get(KV_HEADS, heads)) or heads,
+        "num_kv_heads": r.optional("num_key_value_heads", heads) or heads,
         "head_dim": head_dim,
         "rms_norm_eps": r.number(r.need("rms_norm_eps"), "rms_norm_eps"),
         "rope_theta": theta,
         "rope_scaling": scaling,
         "max_positions": max_positions,
-        "tie_embeddings": r.flag(
-            "tie_word_embeddings", default=defaults.get("tie_word_embeddings", False)
-        ),
-        "has_attention_bias": r.flag(
-            "attention_bias", default=defaults.get("attention_bias", False)
-        ),
+        "tie_embeddings": r.flag("tie_word_embeddings", default=False),
+        "has_attention_bias": r.flag("attention_bias", default=False),
     }
 
 
-def read_rope(
-    reading: Reading, max_positions: int, theta: float
-) -> tuple[float, RopeScaling | None]:
+def read_rope(reading: Reading, max_positions: int) -> tuple[float, RopeScaling | None]:
     """`rope_parameters` as transformers 5 writes it, or `rope_theta` and `rope_scaling` before."""
-    r = reading
+    r, theta = reading, reading.defaults.get("rope_theta", 10000.0)
     rope = _rope_settings(r)
     if rope is None:
         return theta, None
@@ -420,14 +413,14 @@ def sigmoid_routes(reading: Reading) -> dict[str, Any]:
     topk_group, routed_scaling_factor and first_k_dense_replace."""
     r, width = reading, reading.count("moe_intermediate_size")
     scale = r.get("routed_scaling_factor", default=r.defaults["routed_scaling_factor"])
-    key, extra = "first_k_dense_replace", ("num_nextn_predict_layers", "num_mtp_layers")
-    num_dense = r.count(key, default=r.defaults[key], least=0, most=MOST)
+    extra = ("num_nextn_predict_layers", "num_mtp_layers")
+    num_dense = r.count("first_k_dense_replace", least=0, most=MOST)
     return {
         "intermediate_size": width,
         **r.experts(),
         "has_sigmoid_routes": True,
-        "num_expert_groups": r.count("n_group", default=r.defaults["n_group"]),
-        "num_active_groups": r.count("topk_group", default=r.defaults["topk_group"]),
+        "num_expert_groups": r.count("n_group"),
+        "num_active_groups": r.count("topk_group"),
         "has_normalized_routes": r.flag("norm_topk_prob", default=True),
         "route_scale": r.number(scale, "routed_scaling_factor"),
         "shared_width": width * r.count("n_shared_experts", default=1),

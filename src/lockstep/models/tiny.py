@@ -32,6 +32,7 @@ from lockstep.renderers.registry import make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Message
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
 VOCAB_SIZE = 640  # an upper bound: the demonstrations yield fewer merges
 
 PAD_TOKEN = "<|endoftext|>"
@@ -40,11 +41,6 @@ CONTROL_TOKENS: dict[str, tuple[str, ...]] = {
     "qwen3": (PAD_TOKEN, *CHATML_TOKENS, *THINKING_TOKENS),
 }
 CONTROL_TOKENS["qwen3_next"] = CONTROL_TOKENS["qwen3"]
-END_TOKEN: dict[str, str] = {
-    "gpt_oss": "<|return|>",
-    "qwen3": "<|im_end|>",
-    "qwen3_next": "<|im_end|>",
-}
 
 SINK_LOGIT = 2.0  # exp(2) = 7 keys' worth: training then leaves the sinks a share that matters
 
@@ -70,7 +66,8 @@ def create_tiny_model(
     Deterministic.
     """
     tokenizer = train_tokenizer(architecture, dialogues, renderer)
-    end = tokenizer.token_to_id(END_TOKEN[architecture])
+    told = json.loads((_shipped(architecture) / TOKENIZER_CONFIG).read_text())
+    end = tokenizer.token_to_id(told["eos_token"])
     hf = hf_config(architecture, tokenizer.get_vocab_size(), end)
     model = Decoder(ModelConfig.from_hf(hf))
     model.init_weights(std=hf["initializer_range"], seed=seed)
@@ -89,14 +86,8 @@ def write_tokenizer_config(architecture: str, directory: Path, renderer: Rendere
     """Writes what transformers needs to read tokenizer.json as it is: without the file it makes the
     tokenizer of the architecture anew, with another split of the text. With the renderer of the
     shipped model of this architecture, writes its chat template too."""
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END_TOKEN[architecture],
-        "pad_token": PAD_TOKEN,
-        "clean_up_tokenization_spaces": False,
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
     shipped = _shipped(architecture)
+    shutil.copyfile(shipped / TOKENIZER_CONFIG, directory / TOKENIZER_CONFIG)
     of_shipped = json.loads((shipped / "renderer.json").read_text())["renderer"]
     if {**of_shipped, **to_dict(renderer)} == of_shipped:
         shutil.copyfile(shipped / "chat_template.jinja", directory / "chat_template.jinja")

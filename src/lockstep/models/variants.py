@@ -25,9 +25,17 @@ Tensor = torch.Tensor
 AnyDecoder = TypeVar("AnyDecoder", bound=Decoder)
 
 
-def sharing(twin: AnyDecoder, model: Decoder, *, has_adapter: bool = True) -> AnyDecoder:
-    """`twin` with the ops and the very parameters of `model`: an update of one is an update of
-    both. has_adapter: False leaves the adapter of `model` out."""
+def sharing(
+    model: Decoder,
+    make: Callable[[ModelConfig], AnyDecoder] = Decoder,
+    *,
+    has_adapter: bool = True,
+) -> AnyDecoder:
+    """A decoder with the ops and the very parameters of `model`: an update of one is an update of
+    both. make: called with the config, on the meta device. has_adapter: False leaves the adapter
+    of `model` out."""
+    with torch.device("meta"):
+        twin = make(model.config)
     twin.ops = model.ops
     if has_adapter and model.lora is not None:
         add_adapter(twin, model.lora, seed=0)
@@ -42,11 +50,14 @@ def sharing(twin: AnyDecoder, model: Decoder, *, has_adapter: bool = True) -> An
 
 def with_attention(model: Decoder, kind: Callable[..., Attention]) -> Decoder:
     """`model` with attention of this kind in every layer. kind: called with config and layer."""
-    with torch.device("meta"):
-        twin = Decoder(model.config)
+
+    def make(config: ModelConfig) -> Decoder:
+        twin = Decoder(config)
         for layer, block in enumerate(twin.layers):
-            block.attention = kind(model.config, layer)
-    return sharing(twin, model)
+            block.attention = kind(config, layer)
+        return twin
+
+    return sharing(model, make)
 
 
 class SinklessAttention(Attention):
@@ -77,9 +88,7 @@ def without_windows(model: Decoder, *, layer: int | None = None) -> Decoder:
 
 def with_config(model: Decoder, **changed: Any) -> Decoder:
     """`model` with other settings, of the same shapes."""
-    with torch.device("meta"):
-        twin = Decoder(replace(model.config, **changed))
-    return sharing(twin, model)
+    return sharing(model, lambda config: Decoder(replace(config, **changed)))
 
 
 class PerturbedRouter(MoE):
@@ -97,13 +106,13 @@ class PerturbedRouter(MoE):
 
 def with_perturbed_routers(model: Decoder, std: float, *, seed: int) -> Decoder:
     """`model` with noise on the logits of its routers, drawn anew in each forward."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.device("meta"):
-        twin = Decoder(model.config)
+    noise = {"std": std, "generator": torch.Generator().manual_seed(seed)}
+
+    def make(config: ModelConfig) -> Decoder:
+        twin = Decoder(config)
         for block in twin.layers:
             if isinstance(block.mlp, MoE):
-                routed_layer = block.mlp.routed_layer
-                block.mlp = PerturbedRouter(
-                    model.config, routed_layer, std=std, generator=generator
-                )
-    return sharing(twin, model)
+                block.mlp = PerturbedRouter(config, block.mlp.routed_layer, **noise)
+        return twin
+
+    return sharing(model, make)

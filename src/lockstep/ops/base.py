@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.errors import AlignmentError, CapabilityError
-from lockstep.ops import delta, head
+from lockstep.ops import delta, head, packed
 from lockstep.ops.chunks import StateStep
 from lockstep.ops.context import (
     AttentionSpec,
@@ -30,7 +30,6 @@ from lockstep.ops.context import (
     take_rows,
 )
 from lockstep.ops.onednn import PackedWeights, can_pack, packed_linear
-from lockstep.ops.packed import SinkAttention
 from lockstep.ops.paged import PagedKernel, paged_attention
 from lockstep.ops.split import SplitContext, split_attention
 from lockstep.ops.transfer import to_device
@@ -323,13 +322,12 @@ class Ops:
     def _packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, context: PackedContext
     ) -> Tensor:
-        if not self.reads_work(q.device):
-            return SinkAttention.apply(q, k, v, spec.sinks, spec, context)  # pyright: ignore
-        from lockstep.ops import cuda_attention  # needs Triton
+        both = packed.attend, packed.attend_backward
+        if self.reads_work(q.device):
+            from lockstep.ops import cuda_attention  # needs Triton
 
-        if torch.is_grad_enabled():
-            return cuda_attention.PackedAttention.apply(q, k, v, spec.sinks, spec, context)  # pyright: ignore
-        return cuda_attention.packed_attention(q, k, v, spec, context)[0]
+            both = cuda_attention.packed_attention, cuda_attention.packed_backward
+        return packed.PackedAttention.apply(q, k, v, spec.sinks, spec, context, *both)  # pyright: ignore
 
     def _paged_attention(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, context: PagedContext

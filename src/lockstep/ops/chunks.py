@@ -114,6 +114,13 @@ class Chunks:
         )
 
 
+def fed_positions(starts: Indices, lengths: Indices) -> tuple[Indices, Indices]:
+    """([T] sequence, [T] position) of each token, where sequences feed `lengths` tokens from
+    `starts` on, one after another."""
+    sequence, first = np.repeat(np.arange(len(lengths)), lengths), np.cumsum(lengths) - lengths
+    return sequence, np.arange(len(sequence)) + (starts - first)[sequence]
+
+
 def previous_tokens(
     index: Indices, lengths: Indices, width: int, num_tokens: int
 ) -> tuple[Indices, npt.NDArray[np.bool_]]:
@@ -125,7 +132,7 @@ def previous_tokens(
     >>> before[0].tolist(), is_there.astype(int).tolist()
     ([0, 0, 2, 2, 3], [[0, 1, 0, 1, 1], [0, 0, 0, 0, 1]])
     """
-    at = np.arange(len(index)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    _, at = fed_positions(np.zeros_like(lengths), lengths)
     before = np.zeros((width - 1, num_tokens), np.int64)
     is_there = np.zeros((width - 1, num_tokens), bool)
     for back in range(1, width):
@@ -277,14 +284,14 @@ class StateStep:
     `bordering`."""
     bordering: Tensor
     """[S'] int64: slots of the sequences that come to a border."""
-    span: slice | None
+    span: slice | None = None
     """Slots from the rows' first to their last, which are read in place. None: the rows lie too far
     apart, and their states are copied."""
-    order: Tensor | None
+    order: Tensor | None = None
     """[N] int64: row of each slot of the span; 0 for a slot without a row, whose result is thrown
     away. None: the rows are in the order of their slots, which follow one another, or there is no
     span."""
-    back: Tensor | None
+    back: Tensor | None = None
     """[rows] int64: place of each row in the span; None as `order`."""
     memo: dict[tuple[int, int], RowPlaces] = field(default_factory=dict)
 
@@ -329,9 +336,8 @@ class StateStep:
         slots, begin, end = (array.astype(np.int64) for array in (slots, starts, stops))
         lengths = end - begin
         first = np.cumsum(lengths) - lengths
-        num_tokens, base = int(lengths.sum()), len(lengths) * (width - 1)
-        sequence = np.repeat(np.arange(len(lengths)), lengths)
-        at = np.arange(num_tokens) - first[sequence]
+        sequence, at = fed_positions(np.zeros_like(begin), lengths)
+        num_tokens, base = len(at), len(lengths) * (width - 1)
         taps = np.stack(
             [_place(sequence, at - back, first, base, width) for back in range(width - 1, -1, -1)]
         )
@@ -395,9 +401,6 @@ class StateStep:
             tails=window[:, 1:],
             borders=window.index_select(0, full)[:, 1:],
             bordering=full_slots,
-            span=None,
-            order=None,
-            back=None,
         )
 
 

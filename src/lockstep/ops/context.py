@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from lockstep.ops.chunks import Chunks, StateStep, previous_tokens
+from lockstep.ops.chunks import Chunks, StateStep, fed_positions, previous_tokens
 from lockstep.ops.transfer import to_device
 from lockstep.types import Ragged, packed_tokens
 
@@ -186,30 +186,25 @@ class AttentionWork:
         items, num_slots = plan_work(
             query_counts, lengths, heads=heads, num_programs=programs_of(device)
         )
-        parts = [
-            np.concatenate([[0], np.cumsum(query_counts)]),
-            lengths,
-            page_starts,
-            pages,
-            items.reshape(-1),
-            np.array([len(items)]),
-            *([] if tokens is None else [tokens]),
-        ]
-        whole = to_device(np.concatenate(parts).astype(np.int32), device)
-        found = iter(whole.split([len(part) for part in parts]))
+        parts = {
+            "query_starts": np.concatenate([[0], np.cumsum(query_counts)]),
+            "lengths": lengths,
+            "page_starts": page_starts,
+            "pages": pages,
+            "items": items.reshape(-1),
+            "num_items": np.array([len(items)]),
+            **({} if tokens is None else {"tokens": tokens}),
+        }
+        whole = to_device(np.concatenate([*parts.values()]).astype(np.int32), device)
+        found = dict[str, Any](zip(parts, whole.split([*map(len, parts.values())]), strict=True))
+        counters = torch.zeros(num_slots, heads[1], VALUE_PARTS, dtype=torch.int32, device=device)
         return cls(
-            next(found),
-            next(found),
-            next(found),
-            next(found),
-            page_size,
-            next(found).view(-1, 4),
-            next(found),
-            torch.zeros(num_slots, heads[1], VALUE_PARTS, dtype=torch.int32, device=device),
-            int(query_counts.max()),
-            int(lengths.max()),
-            None if tokens is None else next(found),
-            None if tokens is None else to_device(np.argsort(tokens), device),
+            **found | {"items": found["items"].view(-1, 4)},
+            page_size=page_size,
+            counters=counters,
+            max_queries=int(query_counts.max()),
+            max_keys=int(lengths.max()),
+            token_places=None if tokens is None else to_device(np.argsort(tokens), device),
         )
 
 
@@ -527,15 +522,6 @@ class PagedContext:
             cache = plane[layer]
             places = cache.view(cache.shape[0], -1, cache.shape[3])
             places.index_copy_(1, self.write_index, new.transpose(0, 1))
-
-
-def fed_positions(
-    starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """([T] sequence, [T] position) of each token, where sequences feed `lengths` tokens from
-    `starts` on, one after another."""
-    sequence = np.repeat(np.arange(len(lengths)), lengths)
-    return sequence, np.arange(len(sequence)) + (starts - _starts(lengths))[sequence]
 
 
 def _blocks(

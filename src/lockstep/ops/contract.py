@@ -8,11 +8,12 @@ for a token equals the trainer's, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from lockstep.errors import ContractError
+from lockstep.tables import tables_beside
 
 ContractChoice = Literal["auto", "true-on-policy", "none"]
 """auto: take the contract if this machine can keep it, else report why not and go on without."""
@@ -28,17 +29,7 @@ DELTA_WORK_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
 TRUE_ON_POLICY = "true-on-policy"
 COVERED_DTYPES = ("float32", "bfloat16", "float16")
 
-ADVICE: dict[str, str] = {
-    "ops": "sample and train over the same backend of `lockstep.ops`",
-    "dtype": "let the sampler compute in the trainer's dtype",
-    "kv_dtype": "hold keys and values in the dtype that the trainer computes them in",
-    "kv": "drop cached keys and values with every update (`resume(kv='drop')`)",
-    "adapter": "merge the adapter on both sides, or on neither",
-    "tensor_parallel": "shard both sides alike",
-    "device": "sample and train on one kind of device",
-    "isa": "sample and train on one kind of processor",
-    "libraries": "install the same versions on both sides",
-}
+ADVICE: Mapping[str, str] = tables_beside(__file__)["advice"]
 """Field of a fingerprint -> how to make both sides equal. `contract=none` corrects the gap instead
 of closing it."""
 

@@ -48,6 +48,7 @@ from lockstep.ops.cuda_kernels import (
     tl,
     triton,
 )
+from lockstep.ops.packed import Saved
 
 Tensor = torch.Tensor
 
@@ -97,27 +98,14 @@ def tile_of(dtype: torch.dtype, width: int, chip: int) -> Tile:
 # -- the kernel -----------------------------------------------------------------------------------
 
 UNSPECIALIZED = (
-    "page_size",
-    "slot_rows",
-    "q_head_step",
-    "q_step",
-    "k_head_step",
-    "k_step",
-    "v_head_step",
-    "v_step",
-    "window",
+    *("page_size", "slot_rows", "window"),
+    *("q_head_step", "q_step", "k_head_step", "k_step", "v_head_step", "v_step"),
 )
 INTEGERS = (
-    "tokens",
-    "query_starts",
-    "lengths",
-    "page_starts",
-    "pages",
-    "items",
-    "num_items",
-    "counters",
+    *("tokens", "query_starts", "lengths", "page_starts"),
+    *("pages", "items", "num_items", "counters"),
 )
-"""Tensors of single numbers: one instance whatever their addresses."""
+"""Fields of `AttentionWork` in the order of the kernel: one instance whatever their addresses."""
 
 
 @jit()
@@ -362,32 +350,13 @@ def attend(
         *keys,
         *values,
         None if spec.sinks is None else aligned(spec.sinks),
-        work.tokens,
-        work.query_starts,
-        work.lengths,
-        work.page_starts,
-        work.pages,
-        work.items,
-        work.num_items,
-        work.counters,
-        parts,
-        sums,
-        out,
-        lse,
-        work.page_size,
-        slot_rows,
+        *(getattr(work, name) for name in INTEGERS),
+        *(parts, sums, out, lse),
+        *(work.page_size, slot_rows),
         NO_WINDOW if spec.window is None else spec.window,
         spec.scale,
-        G,
-        H // G,
-        D,
-        triton.cdiv(D, tile.chunk) * tile.chunk,
-        tile.chunk,
-        tile.values,
-        work.counters.shape[2],
-        TILE_ROWS,
-        tile.keys,
-        SPLIT_KEYS,
+        *(G, H // G, D, triton.cdiv(D, tile.chunk) * tile.chunk, tile.chunk, tile.values),
+        *(work.counters.shape[2], TILE_ROWS, tile.keys, SPLIT_KEYS),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -406,39 +375,28 @@ def paged_attention(q_THD: Tensor, spec: AttentionSpec, context: PagedContext) -
 # -- packed rows ----------------------------------------------------------------------------------
 
 
-class PackedAttention(torch.autograd.Function):
-    """Packed rows are rows of one page each; rows that share tokens have pages of one token."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, sinks, spec, context):
-        out, lse = packed_attention(q, k, v, spec, context)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.settings = spec, context
-        return out
-
-    @staticmethod
-    def backward(ctx, *grad_outputs):
-        q, k, v, sinks, out, lse = ctx.saved_tensors
-        (grad_out,), D = grad_outputs, q.shape[2]
-        is_flash = q.dtype.itemsize == 2 and D <= FLASH_WIDTH and D % 8 == 0
-        backward = _flash_backward if is_flash else _tiled_backward
-        grads = backward((grad_out, q, k, v, out, lse), *ctx.settings)
-        grad_sinks = None
-        if sinks is not None:
-            grad_sinks = _sink_gradient(grad_out, out, lse, sinks)
-        return *grads, grad_sinks, None, None
-
-
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, context: PackedContext
 ) -> tuple[Tensor, Tensor]:
-    """(out [T, H, D], lse [T, H])."""
+    """(out [T, H, D], lse [T, H]). Packed rows are rows of one page each; rows that share tokens
+    have pages of one token."""
     work = context.work((q.shape[1], k.shape[1]))
     at_k, at_v = Vectors.of_tokens(k), Vectors.of_tokens(v)
     out, lse = attend(q, at_k, at_v, work, spec, num_key_heads=k.shape[1], num_places=len(q))
     if work.token_places is not None:
         return out.index_select(0, work.token_places), lse.index_select(0, work.token_places)
     return out, lse
+
+
+def packed_backward(
+    grad_out: Tensor, saved: Saved, spec: AttentionSpec, context: PackedContext
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """As `packed.attend_backward`."""
+    (q, k, v, sinks, out, lse), D = saved, saved[0].shape[2]
+    is_flash = q.dtype.itemsize == 2 and D <= FLASH_WIDTH and D % 8 == 0
+    backward = _flash_backward if is_flash else _tiled_backward
+    grads = backward((grad_out, q, k, v, out, lse), spec, context)
+    return *grads, None if sinks is None else _sink_gradient(grad_out, out, lse, sinks)
 
 
 Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -470,20 +428,9 @@ def _flash(
     grad_LHD, lse_HL = grad_out.contiguous(), lse.t().contiguous()
     with _deterministic():
         return torch.ops.aten._flash_attention_backward(
-            grad_LHD,
-            q,
-            k,
-            v,
-            out,
-            lse_HL,
-            work.query_starts,
-            key_starts,
-            work.max_queries,
-            work.max_keys,
-            0.0,
-            True,
-            unused,
-            unused,
+            *(grad_LHD, q, k, v, out, lse_HL),
+            *(work.query_starts, key_starts, work.max_queries, work.max_keys),
+            *(0.0, True, unused, unused),
             scale=spec.scale,
             window_size_left=-1 if spec.window is None else spec.window - 1,
             window_size_right=0,

@@ -169,6 +169,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     kernel[grid](*arguments, enable_fp_fusion=True, **options)
 
 
+def launch_elementwise(kernel: Any, inputs: tuple[Tensor, ...], out: Tensor, *sizes: Any) -> Tensor:
+    """Runs a kernel that computes ELEMENTS of `out` in each program. Returns `out`."""
+    if size := out.numel():
+        grid = (triton.cdiv(size, ELEMENTS),)
+        launch(kernel, grid, *map(aligned, inputs), out, size, *sizes, ELEMENTS)
+    return out
+
+
 # -- GEMM --------------------------------------------------------------------------------------
 
 
@@ -202,32 +210,17 @@ def gemm(
         if counts is not None:  # each expert's first row begins a tile: one extra at most
             num_places = M // tile.rows + min(len(counts), M)
         squares, norm_weight, eps = norm or (None, None, 0.0)
+        E = 1 if counts is None else len(counts)
+        inputs = (x_MK, weight, bias, residual, squares, norm_weight)
         launch(
             _gemm_kernel,
             (num_places * triton.cdiv(N, tile.outputs),),
-            aligned(x_MK),
-            aligned(weight),
-            None if bias is None else aligned(bias),
-            None if residual is None else aligned(residual),
-            squares,
-            None if norm_weight is None else aligned(norm_weight),
-            out_MN,
-            squares_out,
-            counts,
+            *(None if x is None else aligned(x) for x in inputs),
+            *(out_MN, squares_out, counts),
             *_blocks_of(x_MK, weight, tile, is_plain=norm is None and not is_gated),
-            num_places,
-            M,
-            eps,
-            N,
-            K,
-            is_gated,
-            tile.rows,
-            tile.outputs,
-            tile.depth,
-            TILE_GROUP,
+            *(num_places, M, eps, N, K, is_gated, *tile[:3], TILE_GROUP),
             triton.next_power_of_2(triton.cdiv(K, SQUARES)),
-            1 if counts is None else len(counts),
-            1 if counts is None else triton.next_power_of_2(len(counts)),
+            *(E, triton.next_power_of_2(E)),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
@@ -454,20 +447,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if out.numel():
         width = triton.next_power_of_2(D)
         rows = max(1, NORM_ELEMENTS // width)
-        launch(
-            _rms_norm_kernel,
-            (triton.cdiv(len(x_MD), rows),),
-            x_MD,
-            aligned(weight),
-            out,
-            len(x_MD),
-            eps,
-            weight.numel() // D,
-            D,
-            rows,
-            width,
-            num_warps=8,
-        )
+        grid, sizes = (triton.cdiv(len(x_MD), rows),), (weight.numel() // D, D, rows, width)
+        tensors = x_MD, aligned(weight), out
+        launch(_rms_norm_kernel, grid, *tensors, len(x_MD), eps, *sizes, num_warps=8)
     return out.view(x.shape)
 
 
@@ -529,17 +511,8 @@ def log_softmax(logits: Tensor, *, temperature: float, kept: Tensor | None) -> T
         mask = None
         if kept is not None:
             mask = aligned(kept.expand(logits.shape).reshape(-1, V)).view(torch.uint8)
-        launch(
-            _log_softmax_kernel,
-            (len(rows),),
-            rows,
-            mask,
-            out,
-            temperature,
-            V,
-            VOCABULARY_BLOCK,
-            num_warps=8,
-        )
+        sizes = V, VOCABULARY_BLOCK
+        launch(_log_softmax_kernel, (len(rows),), rows, mask, out, temperature, *sizes, num_warps=8)
     return out.view(logits.shape)
 
 
@@ -577,25 +550,10 @@ def _load_logits(logits, kept, temperature, row, column, V: tl.constexpr):
 def swiglu(gate_up: Tensor, *, alpha: float, limit: float | None, cubic: float = 0.0) -> Tensor:
     """See `Ops.swiglu`. cubic: the sigmoid is of alpha * (gate + cubic * gate^3). Computed in
     float32 and rounded once."""
-    is_clamped = limit is not None
     F = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], F)
-    if out.numel():
-        launch(
-            _swiglu_kernel,
-            (triton.cdiv(out.numel(), ELEMENTS),),
-            aligned(gate_up),
-            out,
-            out.numel(),
-            alpha,
-            limit or 0.0,
-            cubic,
-            is_clamped,
-            cubic != 0,
-            F,
-            ELEMENTS,
-        )
-    return out
+    of_gate = alpha, limit or 0.0, cubic, limit is not None, cubic != 0
+    return launch_elementwise(_swiglu_kernel, (gate_up,), out, *of_gate, F)
 
 
 @jit("size")
@@ -631,22 +589,8 @@ def _gate(gate, up, alpha):
 def rope(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See `Ops.rope`. cos and sin are rounded to x's dtype, like `Ops`."""
     x_THD = aligned(x_THD)
-    _, H, D = x_THD.shape
     out = torch.empty_like(x_THD)
-    if out.numel():
-        launch(
-            _rope_kernel,
-            (triton.cdiv(out.numel(), ELEMENTS),),
-            x_THD,
-            aligned(cos),
-            aligned(sin),
-            out,
-            out.numel(),
-            H,
-            D,
-            ELEMENTS,
-        )
-    return out
+    return launch_elementwise(_rope_kernel, (x_THD, cos, sin), out, *x_THD.shape[1:])
 
 
 @jit("size")
@@ -688,28 +632,11 @@ def rotate_and_write(
     q = qkv.new_empty(T, H, D)
     width = triton.next_power_of_2(D)
     block = max(1, ELEMENTS // width)
-    q_norm, k_norm = norms or (None, None)
     if q.numel():
-        launch(
-            _rotate_kernel,
-            (T, triton.cdiv(heads, block)),
-            aligned(qkv),
-            aligned(cos),
-            aligned(sin),
-            None if q_norm is None else aligned(q_norm),
-            None if k_norm is None else aligned(k_norm),
-            q,
-            keys,
-            values,
-            write_index,
-            P * S,
-            eps,
-            H,
-            G,
-            D,
-            width,
-            block,
-        )
+        inputs = [*map(aligned, (qkv, cos, sin)), *(map(aligned, norms) if norms else (None, None))]
+        outputs, sizes = (q, keys, values, write_index), (H, G, D, width, block)
+        grid = T, triton.cdiv(heads, block)
+        launch(_rotate_kernel, grid, *inputs, *outputs, P * S, eps, *sizes)
     return q
 
 
@@ -771,20 +698,10 @@ def route(
     weights_TA = logits_TE.new_empty(T, num_active)
     chosen_TA = torch.empty(T, num_active, dtype=torch.int64, device=logits_TE.device)
     if T:
-        launch(
-            _route_kernel,
-            (T,),
-            aligned(logits_TE),
-            None if experts_TA is None else aligned(experts_TA),
-            weights_TA,
-            chosen_TA,
-            is_normalized,
-            E,
-            triton.next_power_of_2(E),
-            num_active,
-            triton.next_power_of_2(num_active),
-            num_warps=1,
-        )
+        inputs = aligned(logits_TE), None if experts_TA is None else aligned(experts_TA)
+        sizes = [n for size in (E, num_active) for n in (size, triton.next_power_of_2(size))]
+        outputs = weights_TA, chosen_TA
+        launch(_route_kernel, (T,), *inputs, *outputs, is_normalized, *sizes, num_warps=1)
     return weights_TA, chosen_TA
 
 
@@ -841,18 +758,11 @@ def sort_pairs(experts_TA: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Te
     counts = torch.empty(num_experts, dtype=torch.int32, device=device)
     if num_pairs == 0:
         return order, place, counts.zero_()
-    launch(
-        _sort_pairs_kernel,
-        (triton.cdiv(num_pairs, PAIRS) + triton.cdiv(num_experts, PAIRS),),
-        aligned(experts_TA),
-        order,
-        place,
-        counts,
-        num_pairs,
-        num_experts,
-        PAIRS,
-    )
-    return order, place, counts
+    outputs = order, place, counts
+    grid = (triton.cdiv(num_pairs, PAIRS) + triton.cdiv(num_experts, PAIRS),)
+    sizes = num_pairs, num_experts, PAIRS
+    launch(_sort_pairs_kernel, grid, aligned(experts_TA), *outputs, *sizes)
+    return outputs
 
 
 @jit("num_pairs")
@@ -889,19 +799,7 @@ def combine(out_TAD: Tensor, weights_TA: Tensor) -> Tensor:
     """See `Ops.combine`. Slots are added in order, in float32, and rounded once."""
     T, A, D = out_TAD.shape
     total_TD = out_TAD.new_empty(T, D)
-    if total_TD.numel():
-        launch(
-            _combine_kernel,
-            (triton.cdiv(T * D, ELEMENTS),),
-            aligned(out_TAD),
-            aligned(weights_TA),
-            total_TD,
-            T * D,
-            A,
-            D,
-            ELEMENTS,
-        )
-    return total_TD
+    return launch_elementwise(_combine_kernel, (out_TAD, weights_TA), total_TD, A, D)
 
 
 @jit("size")

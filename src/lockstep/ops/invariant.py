@@ -26,6 +26,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -224,7 +225,9 @@ class InvariantOps(GemmOps):
     def _packed_attention(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, context: PackedContext
     ) -> Tensor:
-        return _Attention.apply(q, k, v, spec.sinks, spec, context, self)  # pyright: ignore
+        forward = partial(_attend_packed, rules=self.rules)
+        backward = partial(packed.attend_backward, dtype=self.gradient_dtype(q.dtype))
+        return packed.PackedAttention.apply(q, k, v, spec.sinks, spec, context, forward, backward)  # pyright: ignore
 
     def _paged_attention(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, context: PagedContext
@@ -338,34 +341,23 @@ def _weigh_values(probs: Tensor, v: Tensor) -> Tensor:
     return out
 
 
-class _Attention(torch.autograd.Function):
-    """Invariant forward over groups of rows of similar length; backward by the stock kernel, from
-    this forward's output and log-sum."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, sinks, spec, context, ops):
-        rules = ops.rules
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        for piece, index in packed.own_queries(context):
-            length = index.shape[1]
-            index = F.pad(index, (0, -length % rules.key_quantum), mode="replicate")
-            keys, values = (
-                x.index_select(0, index.flatten()).unflatten(0, index.shape) for x in (k, v)
-            )
-            begin = length - piece.shape[1]
-            part, sums = _attend_rows(piece.take(q), keys, values, spec, rules, begin=begin)
-            piece.put(out, part)
-            piece.put(lse, sums.transpose(1, 2))
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.settings = spec, context
-        ctx.dtype = ops.gradient_dtype(q.dtype)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        grads = packed.attend_backward(grad_out, ctx.saved_tensors, *ctx.settings, dtype=ctx.dtype)
-        return *grads, *[None] * 3
+def _attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, context: PackedContext, *, rules: Rules
+) -> tuple[Tensor, Tensor]:
+    """As `packed.attend`: invariant, over groups of rows of similar length."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    for piece, index in packed.own_queries(context):
+        length = index.shape[1]
+        index = F.pad(index, (0, -length % rules.key_quantum), mode="replicate")
+        keys, values = (
+            x.index_select(0, index.flatten()).unflatten(0, index.shape) for x in (k, v)
+        )
+        begin = length - piece.shape[1]
+        part, sums = _attend_rows(piece.take(q), keys, values, spec, rules, begin=begin)
+        piece.put(out, part)
+        piece.put(lse, sums.transpose(1, 2))
+    return out, lse
 
 
 def _attend_rows(

@@ -456,19 +456,19 @@ def _add_stem(
             total.index_add_(0, index, part[0].transpose(0, 1).to(total.dtype))
 
 
-class SinkAttention(torch.autograd.Function):
-    """`attend` and `attend_backward`."""
+class PackedAttention(torch.autograd.Function):
+    """Attention over packed rows by two functions, such as `attend` and `attend_backward`."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, spec, context):
-        out, lse = attend(q, k, v, spec, context)
+    def forward(ctx, q, k, v, sinks, spec, context, forward, backward):
+        out, lse = forward(q, k, v, spec, context)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.settings = spec, context
+        ctx.settings, ctx.gradients = (spec, context), backward
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        return *attend_backward(grad_out, ctx.saved_tensors, *ctx.settings), None, None
+        return *ctx.gradients(grad_out, ctx.saved_tensors, *ctx.settings), *[None] * 4
 
 
 def _mask_of(piece: Piece, layout: PackedLayout, dtype: torch.dtype) -> Tensor | None:

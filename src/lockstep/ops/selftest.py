@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -60,17 +61,8 @@ GPU_ROW_LENGTHS = (2 * SPLIT_KEYS + 9, 40)  # so that attention combines splits
 NUM_GROUPS = 5  # adapters of one shape that are multiplied at once
 MAX_FORWARD_MULTIPLIES = 1 << 34  # a second on one core: longer forwards are shortened
 
-ROWWISE = {
-    "linear": (0,),
-    "rms_norm": (0,),
-    "swiglu": (0,),
-    "rope": (0, 1, 2),
-    "geglu": (0,),
-    "route": (0,),
-    "route_by_sigmoid": (0,),
-    "combine": (0, 1),
-    "log_softmax": (0,),
-}
+FIRST_ONLY = ("linear", "rms_norm", "swiglu", "geglu", "route", "route_by_sigmoid", "log_softmax")
+ROWWISE = dict.fromkeys(FIRST_ONLY, (0,)) | {"rope": (0, 1, 2), "combine": (0, 1)}
 """op -> the positions of its arguments that have a row per token."""
 COMPOSED = {"norm_linear": (0,), "norm_swiglu": (0,), "add_linear": (0, 1), "rotary_attention": ()}
 """Like ROWWISE, of ops that a backend may compute at once; each is `Ops`' own composition."""
@@ -495,22 +487,16 @@ def _attention_checks(ops: Ops, call: _Call) -> Iterator[str]:
             table = np.arange(keys.shape[2])[None]
             last = length - 1
             stops = [s for s in (1, 2, 37, KEY_BLOCK - 1, KEY_BLOCK, last - 3) if 0 < s < last]
-            steps = [*sorted(set(stops)), *range(last - 2, length + 1)]
-            start = 0
-            for stop in steps:
-                part = slice(start, stop)
-                context = PagedContext.of(keys, values, table, [start], [stop], num_heads=num_heads)
+            ends = [0, *sorted(set(stops)), *range(last - 2, length + 1)]
+            steps = [(slice(*step), [step[0]], [step[1]]) for step in pairwise(ends)]
+            # The same positions again, as decode steps of several sequences over the same pages.
+            places = [5, length // 2, last]
+            for part, starts, stops in [*steps, (places, places, [at + 1 for at in places])]:
+                tables = table.repeat(len(starts), 0)
+                context = PagedContext.of(keys, values, tables, starts, stops, num_heads=num_heads)
                 with torch.inference_mode():
                     out = ops.attention(q[part], k[part], v[part], spec, context)
                 yield "" if torch.equal(out, full[part]) else call.op
-                start = stop
-            # The same positions again, as decode steps of several sequences over the same pages.
-            places = [5, length // 2, last]
-            tables, stops = table.repeat(len(places), 0), [at + 1 for at in places]
-            context = PagedContext.of(keys, values, tables, places, stops, num_heads=num_heads)
-            with torch.inference_mode():
-                out = ops.attention(q[places], k[places], v[places], spec, context)
-            yield "" if torch.equal(out, full[places]) else call.op
 
 
 def _state_checks(ops: Ops, call: _Call) -> Iterator[str]:

@@ -39,13 +39,6 @@ class DetachedSinkAttention(Attention):
         return None if self.sinks is None else self.sinks.detach()
 
 
-def without_adapter(model: Decoder) -> Decoder:
-    """The base model of `model`, over the same parameters."""
-    with torch.device("meta"):
-        base = Decoder(model.config)
-    return sharing(base, model, has_adapter=False)
-
-
 class Noise:
     """Normal numbers that are new for each computation and repeat with the run.
 
@@ -95,8 +88,7 @@ def with_noise(
     parameters. bias, bias_seed: size and seed of the offset per token id."""
     noises = [Noise(*noise) if noise else Noise() for noise in (head, routers, experts)]
     offset_V = bias * _normal((model.config.vocab_size,), derive_seed(bias_seed, "bias"))
-    with torch.device("meta"):
-        return sharing(NoisyDecoder(model.config, noises, offset_V), model)
+    return sharing(model, lambda config: NoisyDecoder(config, noises, offset_V))
 
 
 class NoisyDecoder(Decoder):
@@ -127,10 +119,10 @@ class NoisyDecoder(Decoder):
         return self._noises[0].add_to(logits_TV.float() + offset_V, hidden_TD)
 
     def log_probs(
-        self, hidden_TD: Tensor, ids_T: Tensor, *, temperature: float = 1.0
+        self, hidden_TD: Tensor, ids_T: Tensor, *, temperature: float = 1.0, **more: Any
     ) -> tuple[Tensor, Tensor]:
         if self._is_sound:
-            return super().log_probs(hidden_TD, ids_T, temperature=temperature)
+            return super().log_probs(hidden_TD, ids_T, temperature=temperature, **more)
         logp_TV = self.ops.log_softmax(self.logits(hidden_TD), temperature=temperature)
         entropy_T = -(logp_TV.exp() * logp_TV).sum(-1)
         return logp_TV.gather(1, ids_T[:, None])[:, 0], entropy_T

@@ -506,13 +506,8 @@ class Trainer(Learner):
         hidden = take_rows(
             model(batch.ids, batch.positions, batch.context, routing), batch.predictors
         )
-        logprobs, entropy = model.ops.log_probs(
-            hidden,
-            model.head,
-            batch.targets,
-            temperature=self.temperature,
-            support=batch.support,
-            vocab_size=model.config.vocab_size,
+        logprobs, entropy = model.log_probs(
+            hidden, batch.targets, temperature=self.temperature, support=batch.support
         )
         if distill is None or listed is not None:  # over the vocabulary, whatever was drawn from
             assert listed is not None, "rows without listed ids have returned above"
@@ -525,19 +520,14 @@ class Trainer(Learner):
                 continue
             with torch.no_grad():
                 theirs = teacher(batch.ids, batch.positions, batch.context)
-            kl = kl.index_copy(
-                0,
-                mine,
-                vocabulary_kl(
-                    hidden[mine],
-                    model.head,
-                    take_rows(theirs, batch.predictors[mine]),
-                    teacher.head,
-                    temperature=self.temperature,
-                    vocab_size=model.config.vocab_size,
-                    order=distill.config.divergence,
-                ),
+            of_mine = vocabulary_kl(
+                *(hidden[mine], model.head),
+                *(take_rows(theirs, batch.predictors[mine]), teacher.head),
+                temperature=self.temperature,
+                vocab_size=model.config.vocab_size,
+                order=distill.config.divergence,
             )
+            kl = kl.index_copy(0, mine, of_mine)
         return logprobs, entropy, {"teacher_kl": kl}
 
     def _log_probs(

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.models import experts as moe_experts
 from lockstep.models.decoder import Decoder
-from lockstep.models.experts import ExpertFactors, ExpertProjection, mix_experts
+from lockstep.models.experts import ExpertProjection, mix_experts
 from lockstep.models.layer_inputs import LayerInputs
 from lockstep.models.moe import MLP, MoE, Routing
 from lockstep.ops.base import Ops
@@ -82,8 +82,8 @@ def one_by_one(x_TD, weights_TA, experts_TA, gate_up, down, activation):
         out = p.weight[expert] @ x
         if p.bias is not None:
             out = out + p.bias[expert]
-        if (low := p.low_rank) is not None:
-            out = out + low.scale * (low.B[expert] @ (low.A[expert] @ x))
+        if p.A is not None:
+            out = out + p.scale * (p.B[expert] @ (p.A[expert] @ x))
         return out
 
     rows = []
@@ -105,16 +105,16 @@ def inputs(kind, *, T=23, D=6, E=5, F=4, rank=2, dtype=torch.float64):
     has_bias, rank = kind != "without bias", rank if kind == "adapted" else 0
 
     def projection(N, K, seed):
-        low_rank = None
+        A = B = None
         if rank:
-            A, B = normal(E, rank, K, seed=seed + 2), normal(E, N, rank, seed=seed + 3)
-            low_rank = ExpertFactors(
-                A.to(dtype).requires_grad_(), B.to(dtype).requires_grad_(), scale=0.5
-            )
+            A = normal(E, rank, K, seed=seed + 2).to(dtype).requires_grad_()
+            B = normal(E, N, rank, seed=seed + 3).to(dtype).requires_grad_()
         return ExpertProjection(
             normal(E, N, K, seed=seed).to(dtype).requires_grad_(),
             normal(E, N, seed=seed + 1).to(dtype).requires_grad_() if has_bias else None,
-            low_rank,
+            A,
+            B,
+            scale=0.5,
         )
 
     x = normal(T, D).to(dtype).requires_grad_()
@@ -312,7 +312,7 @@ def test_frozen_experts_cost_no_product_and_no_memory_for_their_gradient(monkeyp
             out.sum().backward()
         calls.append(sizes.calls["addmm_"])
         assert (gate_up.weight.grad is None) == is_frozen == (down.bias.grad is None)
-        assert gate_up.low_rank.B.grad is not None and x.grad is not None
+        assert gate_up.B.grad is not None and x.grad is not None
     assert calls == [5 * 6, 5 * 4]  # per expert: two matrices and two adapters of two factors
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Annotated
+
 from lockstep.agent.sandbox.base import Sandbox
-from lockstep.agent.tools import Tool, ToolOutput
+from lockstep.agent.tools import Tool, ToolOutput, tool
 
 NO_OUTPUT = "[no output]"
 """Output of a program that printed nothing, most often because a print is missing."""
-PARAMETERS = {
-    "type": "object",
-    "properties": {"code": {"type": "string", "description": "The program."}},
-    "required": ["code"],
-}
 
 
 def python_tool(sandbox: Sandbox, *, session: str = "", name: str = "python") -> Tool:
@@ -27,7 +25,7 @@ def python_tool(sandbox: Sandbox, *, session: str = "", name: str = "python") ->
     ('python', ['code'])
     """
 
-    async def python(code: str) -> ToolOutput:
+    async def python(code: Annotated[str, "The program."]) -> ToolOutput:
         result = await sandbox.run(code, session=session)
         return ToolOutput(text=result.output or NO_OUTPUT, metrics=result.metrics)
 
@@ -36,13 +34,6 @@ def python_tool(sandbox: Sandbox, *, session: str = "", name: str = "python") ->
         if session
         else "Nothing stays for the next call: write whole programs."
     )
-    return Tool(
-        name=name,
-        description=(
-            "Runs a Python program and returns its printed text and the value of its last line. "
-            f"{keeps} {sandbox.dialect}"
-        ),
-        parameters=PARAMETERS,
-        function=python,
-        bounds_itself=True,
-    )
+    about = "Runs a Python program and returns its printed text and the value of its last line."
+    made: Tool = tool(python, name=name, description=f"{about} {keeps} {sandbox.dialect}")
+    return replace(made, bounds_itself=True)

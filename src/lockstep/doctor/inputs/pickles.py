@@ -29,6 +29,7 @@ from lockstep.doctor.inputs.assemble import Array, array_of
 from lockstep.doctor.inputs.places import head_of
 from lockstep.errors import DataError
 from lockstep.system import bounded_memory
+from lockstep.tables import tables_beside
 
 _ZIP = b"PK\x03\x04"
 
@@ -283,22 +284,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "tensordict._reductions._make_td": lambda _, state: dict(state["_tensordict"]),
     "tensordict._reductions._rebuild_tensordict_files_consolidated": _consolidated,
 }
-_CLASSES = frozenset(
-    {
-        "verl.protocol.DataProto",
-        "slime.utils.tensor_store.DiskTensorRef",
-        "tensordict.tensorclass.NonTensorData",
-        "tensordict.tensorclass.NonTensorStack",
-        "torch._dynamo.decorators._DimRange",
-        "skyrl.backends.skyrl_train.training_batch.TrainingInputBatch",
-        # named as an argument of the functions above, and never created:
-        "numpy.ndarray",
-        "torch.Tensor",
-        "torch.nested._internal.nested_tensor.NestedTensor",
-        "tensordict._td.TensorDict",
-        "tensordict.TensorDict",
-    }
-)
+_CLASSES = frozenset(tables_beside(__file__)["classes"])
 """Classes that become a `Record`."""
 
 

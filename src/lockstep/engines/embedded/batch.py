@@ -30,8 +30,8 @@ from lockstep.engines.sampling import (
     uniforms,
 )
 from lockstep.ops.base import Ops
-from lockstep.ops.chunks import StateStep
-from lockstep.ops.context import PagedContext, ResidentRows, fed_positions
+from lockstep.ops.chunks import StateStep, fed_positions
+from lockstep.ops.context import PagedContext, ResidentRows
 from lockstep.ops.transfer import to_device
 from lockstep.types import Float32Array, Int32Array, Routes
 

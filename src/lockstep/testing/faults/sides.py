@@ -206,9 +206,11 @@ class UnmergedAdapter(_SamplerFault):
 
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
         from lockstep.engines.registry import make_engine
-        from lockstep.testing.faulty_decoders import without_adapter
+        from lockstep.models.variants import sharing
 
-        return make_engine(config, replace(context, model=without_adapter(context.model)))
+        return make_engine(
+            config, replace(context, model=sharing(context.model, has_adapter=False))
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
