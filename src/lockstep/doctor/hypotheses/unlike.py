@@ -13,13 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lockstep.doctor.explain import (
-    Explanation,
-    Prediction,
-    View,
-    hypothesis,
-    size,
-)
+from lockstep.doctor.explain import Explanation, Prediction, View, hypothesis, size
 from lockstep.doctor.facts.base import FAR
 from lockstep.doctor.findings import MIN_TOKENS, MOST
 from lockstep.doctor.rows import SIDES, Float64Array, Rows
@@ -196,12 +190,7 @@ def _is_by_prompt(prompts: np.ndarray, far: Float64Array, limit: float) -> bool:
 
 
 def _noise(
-    view: View,
-    side: str,
-    units: Float64Array,
-    numeric: Float64Array,
-    *,
-    is_unsteady: bool,
+    view: View, side: str, units: Float64Array, numeric: Float64Array, *, is_unsteady: bool
 ) -> tuple[str, float]:
     """(cause of noise on every token, its part of the deviation); no cause if the deviation is no
     noise. units, numeric: [N] the deviation, and the noise of bfloat16, in units of noise on
