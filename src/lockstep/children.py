@@ -290,7 +290,7 @@ class _Process(GroupProcess):
             timer.join()  # it may be ending the process at this moment
         if time.monotonic() > until or not answered.done():
             raise ChildTimeoutError(
-                f"{self.name} did not answer within {seconds:g} s.{self._tail()}"
+                f"{self.name} did not answer within {seconds:g} s.{end_of(self._printed)}"
             )
         return _checked(answered.result())
 
@@ -334,7 +334,7 @@ class _Process(GroupProcess):
         ended = self.how_ended()
         self._printing.join(NOTICE_SECONDS)
         with self._lock:
-            self._why_ended = (problem or ended) + self._tail()
+            self._why_ended = (problem or ended) + end_of(self._printed)
             waiting_still, self._waiting = list(self._waiting.values()), {}
         for each in waiting_still:
             with contextlib.suppress(InvalidStateError):
@@ -360,9 +360,6 @@ class _Process(GroupProcess):
         for line in self._process.stderr:
             self._printed.append(line[:2000].decode("utf-8", "replace").rstrip())
         self._process.stderr.close()
-
-    def _tail(self) -> str:
-        return end_of(self._printed)
 
 
 def _checked(reply: Reply) -> Reply:
