@@ -19,13 +19,12 @@ Ids = Int32Array
 @fact(needs=("engine_ids",))
 def engine_ids(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     """The row trains the ids that the engine returned."""
-    out, spans = Places(reaches_on=True), rows.spans
-    spans_of = spans.of_rows(len(rows))
+    out = Places(reaches_on=True)
     for row, tokens in enumerate(rows.slices):
         answered = [reply for reply in given(rows.engine_ids)[row] or () if len(reply)]
         if not answered or tokens.start == tokens.stop:
             continue
-        mine = [(int(spans.begin[s]), int(spans.end[s])) for s in spans_of[row]]
+        mine = rows.replies[row]
         if len(mine) == len(answered) and all(
             np.array_equal(rows.token_ids[b:e], reply)
             for (b, e), reply in zip(mine, answered, strict=True)
@@ -150,15 +149,14 @@ def _plain(tokenizer: Tokenizer, ids: Ids) -> str:
 @fact(needs=("engine_prompt_ids", "engine_ids"))
 def engine_prompts(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     """The row begins with the ids that the engine was sent."""
-    out, spans = Places(reaches_on=True), rows.spans
-    spans_of = spans.of_rows(len(rows))
+    out = Places(reaches_on=True)
     for row, tokens in enumerate(rows.slices):
         sent, answered = given(rows.engine_prompt_ids)[row], given(rows.engine_ids)[row]
         if not sent or answered is None:
             continue
         ids, start = rows.token_ids[tokens], tokens.start
         answered = [reply for reply in answered if len(reply)]
-        mine = [int(spans.begin[s]) - start for s in spans_of[row]]
+        mine = [begin - start for begin, _ in rows.replies[row]]
         found = located(ids, answered, mine)
         begins = [b for b, _ in found] if found is not None else mine
         if not begins:
