@@ -111,10 +111,8 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
             make_capture = CudaGraphs
         if make_capture is not None and model.ops.reads_work(device):
             over = self._rows, self._cache, make_capture
-            self._graphs, self._adapted_graphs = (
-                DecodeGraphs(*over),
-                DecodeGraphs(*over, self._stacks),
-            )
+            self._graphs = DecodeGraphs(*over)
+            self._adapted_graphs = DecodeGraphs(*over, self._stacks)
         has_graphs = self._graphs is not None
         config.check_lookup(has_states=shape.linear is not None, has_graphs=has_graphs)
         self._scheduler = Scheduler(config, self._rows, self._cache, self.stats)
