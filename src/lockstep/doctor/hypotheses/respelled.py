@@ -34,8 +34,6 @@ def respelled(view: View) -> Iterator[Prediction]:
     spans = rows.spans
     at = np.flatnonzero(rows.span_of >= 0)  # unknown ones too: they hold their places
     span = rows.span_of[at]
-    if not len(rows.compared):
-        return
     num = np.bincount(span, minlength=len(spans))
     first = np.concatenate([[0], np.cumsum(num)])[:-1]
     place = np.arange(len(at)) - first[span]

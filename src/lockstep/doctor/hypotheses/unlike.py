@@ -119,10 +119,9 @@ def rest_of(view: View, found: Explanation) -> tuple[str, str, float] | None:
     may have read another prompt as well, and then a prompt that is tried explains a part. Noise
     has another value each time, on every token.
     """
-    model, one = view.setting.model, deviating(view)
-    if model is None or one is None:
+    if (one := deviating(view)) is None:
         return None
-    (side, d), rows = one, view.rows
+    (side, d), rows, model = one, view.rows, view.model
     for judged, *_ in found.causes:
         if judged.hypothesis.is_of_other_ids:  # so is what these rows still deviate by
             d = np.where(judged.hit[rows.row_of], np.nan, d)
