@@ -101,7 +101,6 @@ class Child:
         self._opening, self._environment = dict(opening or {}), dict(environment or {})
         self._turn, self._starting = threading.Lock(), threading.Lock()
         self._process: _Process | None = None
-        self._opened: Reply = {}
 
     @classmethod
     def of_module(cls, module: str, **options: Any) -> Child:
@@ -116,6 +115,9 @@ class Child:
 
         Raises ChildError, ChildTimeoutError or ChildRefusal, as `ask` does.
         """
+        return self._started().opened
+
+    def _started(self) -> _Process:
         with self._starting:
             if self._process is None or not self._process.is_usable:
                 self._process = _Process(
@@ -125,11 +127,11 @@ class Child:
                 )
                 weakref.finalize(self, self._process.end)
                 try:
-                    self._opened = self._process.ask(self._opening, self._start_seconds)
+                    self._process.opened = self._process.ask(self._opening, self._start_seconds)
                 except BaseException:
                     self._process.end()
                     raise
-            return self._opened
+            return self._process
 
     def ask(self, request: Mapping[str, Any], *, seconds: float) -> Reply:
         """The reply to one request; other threads wait for their turn, which `seconds` leaves out.
@@ -139,9 +141,7 @@ class Child:
         another. Raises ChildRefusal for an error that the child answered with.
         """
         with self._turn:
-            self.open()
-            process = self._process
-            assert process is not None, "opened"
+            process = self._started()
             try:
                 return process.ask(request, seconds)
             except ChildRefusal:
@@ -153,9 +153,7 @@ class Child:
     async def ask_concurrently(self, request: Mapping[str, Any]) -> Reply:
         """The reply to one of several requests that the child works on at a time. There is no
         limit on time: a caller that is cancelled cancels the request. Raises as `ask` does."""
-        await asyncio.to_thread(self.open)
-        process = self._process
-        assert process is not None, "opened"
+        process = await asyncio.to_thread(self._started)
         number, reply = process.send(request, None)
         try:
             return _checked(await asyncio.wrap_future(reply))
@@ -261,6 +259,8 @@ class _Process(GroupProcess):
         except OSError as error:
             raise ChildError(f"{name}: {command[0]} cannot be started: {error}.") from error
         self._owner = os.getpid()
+        self.opened: Reply = {}
+        """Reply to the opening."""
         self._numbers = itertools.count()
         self._writing, self._lock = threading.Lock(), threading.Lock()
         self._waiting: dict[int, Future[Reply]] = {}
@@ -290,7 +290,7 @@ class _Process(GroupProcess):
             timer.join()  # it may be ending the process at this moment
         if time.monotonic() > until or not answered.done():
             raise ChildTimeoutError(
-                f"{self.name} did not answer within {seconds:g} s.{self._tail()}"
+                f"{self.name} did not answer within {seconds:g} s.{end_of(self._printed)}"
             )
         return _checked(answered.result())
 
@@ -334,7 +334,7 @@ class _Process(GroupProcess):
         ended = self.how_ended()
         self._printing.join(NOTICE_SECONDS)
         with self._lock:
-            self._why_ended = (problem or ended) + self._tail()
+            self._why_ended = (problem or ended) + end_of(self._printed)
             waiting_still, self._waiting = list(self._waiting.values()), {}
         for each in waiting_still:
             with contextlib.suppress(InvalidStateError):
@@ -360,9 +360,6 @@ class _Process(GroupProcess):
         for line in self._process.stderr:
             self._printed.append(line[:2000].decode("utf-8", "replace").rstrip())
         self._process.stderr.close()
-
-    def _tail(self) -> str:
-        return end_of(self._printed)
 
 
 def _checked(reply: Reply) -> Reply:

@@ -108,9 +108,7 @@ def _of_rows(words: Tokenization, dump: Dump, *, is_given: bool) -> Tokenization
 
 
 def make_setting(
-    facts: Facts,
-    words: Tokenization,
-    step_metrics: Sequence[Mapping[str, Any]] = (),
+    facts: Facts, words: Tokenization, step_metrics: Sequence[Mapping[str, Any]] = ()
 ) -> Setting:
     """All that is known besides the rows: the facts of the input, and the user's choices."""
     known = {fact.name: getattr(facts, fact.name) for fact in fields(RunFacts)}

@@ -64,6 +64,7 @@ class View:
     """A sample of the rows, as the earlier causes leave it: the input of a hypothesis."""
 
     rows: Rows
+    """Each has a compared token, also after a repair."""
     setting: Setting
     deadline: float = float("inf")
     scale: float = 0.045
@@ -283,11 +284,9 @@ def residual(view: View, prediction: Prediction) -> Float64Array:
     return np.where(np.isfinite(left), left, view.rows.gap)
 
 
-def judge(view: View, hypothesis: Hypothesis, predictions: Sequence[Prediction]) -> Judged | None:
-    """The best of the predictions, and its share on rows that it was not fitted on."""
+def judge(view: View, hypothesis: Hypothesis, predictions: Sequence[Prediction]) -> Judged:
+    """The best of some predictions, and its share on rows that it was not fitted on."""
     rows, at = view.rows, view.rows.compared
-    if not predictions or not len(at):
-        return None
     recorded = view.loss(rows.gap[at])
     block = _blocks(rows)[at]
     num = int(block.max()) + 1
@@ -447,9 +446,8 @@ def _round(view: View, hypotheses: Sequence[Hypothesis], out: Explanation) -> li
         if timed.is_late:
             out.late.append(one.name)
         judged = [
-            j
+            judge(timed, one, [p for p in predictions if p.cause == cause])
             for cause in dict.fromkeys(p.cause for p in predictions)
-            if (j := judge(timed, one, [p for p in predictions if p.cause == cause])) is not None
         ]
         if not judged:
             continue

@@ -137,21 +137,20 @@ def row_document(
         parts = (column[begin:end] if rows.sampled[begin] else None for begin, end in spans)
         return [None if part is None or np.isnan(part).all() else part for part in parts]
 
-    logprobs, messages = numbers(rows.rollout_logprobs), _messages_of(rows, spans)
-    versions = rows.policy_version
-    segments: list[Segment] = []
-    for number, (begin, end) in enumerate(spans):
-        version = -1 if versions is None else int(versions[begin])
-        segment = Segment(
+    versions = np.full(rows.num_tokens, -1) if rows.policy_version is None else rows.policy_version
+    parts = zip(spans, numbers(rows.rollout_logprobs), _messages_of(rows, spans), strict=True)
+    segments = [
+        Segment(
             parent=number - 1 if number else None,
             token_ids=rows.token_ids[begin:end],
             is_sampled=bool(rows.sampled[begin]),
             turn=max(int(rows.turns[begin]), 0),
-            logprobs=logprobs[number],
-            policy_version=None if version < 0 else version,
-            messages=tuple(messages[number]),
+            logprobs=logprobs,
+            policy_version=None if versions[begin] < 0 else int(versions[begin]),
+            messages=tuple(messages),
         )
-        segments.append(segment)
+        for number, ((begin, end), logprobs, messages) in enumerate(parts)
+    ]
     record = TrajectoryRecord(
         step=-1,
         group=-1,

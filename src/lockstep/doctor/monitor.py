@@ -18,13 +18,7 @@ import numpy as np
 from lockstep.agent.references import check_not_importing
 from lockstep.config import to_dict
 from lockstep.doctor.inputs.native import write_rows
-from lockstep.doctor.inputs.run_dump import (
-    MONITOR,
-    TRAINED,
-    engine_turns,
-    facts_of,
-    prompt_length,
-)
+from lockstep.doctor.inputs.run_dump import MONITOR, TRAINED, engine_turns, facts_of, prompt_length
 from lockstep.doctor.rows import Rows
 from lockstep.doctor.watch import Watch, choose
 from lockstep.errors import ConfigError

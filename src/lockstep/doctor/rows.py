@@ -240,6 +240,14 @@ class Rows:
         return Spans(begin=begin, end=end, row=self.row_of[begin])
 
     @cached_property
+    def replies(self) -> list[list[tuple[int, int]]]:
+        """[R] (begin, end) of each sampled turn of a row."""
+        out: list[list[tuple[int, int]]] = [[] for _ in self.slices]
+        for row, *place in np.stack([self.spans.row, self.spans.begin, self.spans.end], 1).tolist():
+            out[row].append((place[0], place[1]))
+        return out
+
+    @cached_property
     def span_of(self) -> Int64Array:
         """[N] index in `spans` of the turn that each token belongs to, -1 where not sampled."""
         out = np.full(self.num_tokens, -1, np.int64)
@@ -366,8 +374,3 @@ class Spans:
     def is_last(self) -> BoolArray:
         """[S] True for the last span of its row."""
         return np.append(self.row[1:] != self.row[:-1], True)[: len(self.row)]
-
-    def of_rows(self, num_rows: int) -> list[range]:
-        """[num_rows] indices of each row's spans."""
-        first = np.searchsorted(self.row, np.arange(num_rows + 1)).tolist()
-        return [range(low, high) for low, high in pairwise(first)]

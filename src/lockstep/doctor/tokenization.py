@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.config import choices, from_dict, tag
+from lockstep.config import choices, from_dict, read_json, tag
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.rows import Rows
 from lockstep.errors import ConfigError, LockstepError
@@ -198,11 +198,9 @@ def _generation_defaults(facts: Facts, directory: Path) -> Mapping[str, float] |
 def settings_beside(directory: Path, name: str) -> Mapping[str, Any] | None:
     """A file of settings of a model, such as its generation_config.json; None without one, or
     if it holds no JSON object: an engine would not start on it either."""
-    try:
-        found: Any = json.loads((directory / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+    with suppress(ConfigError):
+        return read_json(directory / name, ConfigError)
+    return None
 
 
 def _pad_id(tokenizer: Tokenizer, directory: Path) -> int | None:

@@ -33,13 +33,7 @@ from lockstep.doctor.inputs.assemble import in_chunks
 from lockstep.doctor.inputs.base import HOW_TO_GET, Facts
 from lockstep.doctor.inputs.lines import RowDump, numbers_in
 from lockstep.doctor.inputs.native import RowsDump, write_rows
-from lockstep.doctor.inputs.trainers import (
-    PrimeRlDump,
-    SlimeDump,
-    TinkerDump,
-    TrlDump,
-    VerlDump,
-)
+from lockstep.doctor.inputs.trainers import PrimeRlDump, SlimeDump, TinkerDump, TrlDump, VerlDump
 from lockstep.doctor.rows import SIDES, Rows
 from lockstep.doctor.tokenization import Tokenization, find_tokenization, why_beyond
 from lockstep.errors import ConfigError, LockstepError, MismatchError, named

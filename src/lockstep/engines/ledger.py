@@ -186,11 +186,7 @@ class LedgerEngine(Engine, Generic[E]):
                 f"{entry.num_sent} came before it: one was lost, or came out of order"
             )
         last = entry.deltas[-1] if entry.deltas else None
-        if (
-            last is not None
-            and not last.finish_reason
-            and (last.policy_version != delta.policy_version)
-        ):
+        if last and not last.finish_reason and last.policy_version != delta.policy_version:
             entry.deltas.append(end_delta(entry, "weight_update", version=last.policy_version))
         for array in (delta.token_ids, delta.logprobs, delta.routed_experts):
             if array is not None:

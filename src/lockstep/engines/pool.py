@@ -425,9 +425,8 @@ class Pool(LedgerEngine[_PoolEntry]):
             if ready:
                 others = [r for r in ready if r not in tries.replicas]
                 return self._pick(others or ready, tries.affinity)
-            if not self._is_updating and (
-                _now() >= deadline or not any(map(self._can_revive, self._replicas))
-            ):
+            is_over = _now() >= deadline or not any(map(self._can_revive, self._replicas))
+            if is_over and not self._is_updating:
                 raise EngineError(f"all replicas are gone. {self._last_words()}")
             await self._changed(max(0.05, deadline - _now()))
 

@@ -94,10 +94,8 @@ class _Loop(asyncio.SelectorEventLoop if sys.platform != "win32" else asyncio.Pr
 
 def is_interrupt(error: BaseException) -> bool:
     """True if Ctrl-C raised the error, and not code that raises KeyboardInterrupt by itself."""
-    if (
-        not isinstance(error, KeyboardInterrupt)
-        or threading.current_thread() is not threading.main_thread()
-    ):
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not isinstance(error, KeyboardInterrupt):
         return False
     handler = signal.getsignal(signal.SIGINT)
     code = getattr(getattr(handler, "func", handler), "__code__", None)

@@ -94,10 +94,7 @@ def _of_torch() -> dict[str, Part]:
             lambda device: torch.set_default_device(None if device.type == "cpu" else device),
         ),
         "threads": (torch.get_num_threads, torch.set_num_threads),
-        "determinism": (
-            torch.get_deterministic_debug_mode,
-            torch.set_deterministic_debug_mode,
-        ),
+        "determinism": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
         "precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
         "autocast": (
             lambda: torch.is_autocast_enabled("cpu"),

@@ -151,12 +151,7 @@ def test_a_page_that_cannot_be_written_is_a_clear_error(diagnosis, tmp_path):
 
 
 def test_every_file_of_the_page_is_shipped_and_in_ascii():
-    for name in (
-        "doctor.html",
-        "doctor.css",
-        "doctor.js",
-        "evidence.js",
-    ):
+    for name in ("doctor.html", "doctor.css", "doctor.js", "evidence.js"):
         files("lockstep.report").joinpath(name).read_text("ascii")
 
 

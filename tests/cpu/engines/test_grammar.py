@@ -69,10 +69,7 @@ def draw(renderer, constraint, *, num=4, vocab_size=400, ops=None, **sampling):
     model = make_model(vocab_size, ops)
     config = EmbeddedConfig(page_size=16, kv_cache_tokens=8192, max_num_sequences=16)
     engine = EmbeddedEngine(
-        model,
-        config,
-        token_bytes=TOKENIZER.all_token_bytes(),
-        control_ids=TOKENIZER.control_ids,
+        model, config, token_bytes=TOKENIZER.all_token_bytes(), control_ids=TOKENIZER.control_ids
     )
     prompt = np.array(renderer.render(USER), np.int32)
     asked = {"max_tokens": 200, "distribution": "sampled", "record_support": True}

@@ -139,10 +139,7 @@ def test_whose_log_probs_a_server_records_is_found_by_two_temperatures(distribut
 
 
 def test_a_server_that_does_not_honour_top_k_is_refused():
-    with (
-        FakeSGLang(honours_top_k=False) as server,
-        pytest.raises(CapabilityError, match="top_k=1"),
-    ):
+    with FakeSGLang(honours_top_k=False) as server, pytest.raises(CapabilityError, match="top_k=1"):
         engine_of(server)
 
 

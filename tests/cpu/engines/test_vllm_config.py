@@ -12,8 +12,7 @@ from lockstep.recipes.registry import RECIPES
 
 def test_a_recipe_takes_vllm_by_its_tag():
     config = resolve(
-        RECIPES["quickstart"](),
-        ["engine=vllm", "engine.python=/somewhere/bin/python"],
+        RECIPES["quickstart"](), ["engine=vllm", "engine.python=/somewhere/bin/python"]
     )
     assert isinstance(config.engine, VllmConfig)
     assert config.engine.python == "/somewhere/bin/python"

@@ -74,10 +74,7 @@ def test_logprobs_of_other_ids_are_an_error():
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "text"),
-    [
-        ('"processed_logprobs"', '"raw_logits"', "log-probs"),
-    ],
+    ("old", "new", "text"), [('"processed_logprobs"', '"raw_logits"', "log-probs")]
 )
 def test_a_server_that_is_started_wrongly_is_refused(old, new, text):
     with pytest.raises(CapabilityError, match=text):

@@ -50,10 +50,7 @@ def test_a_head_count_that_cannot_be_split_is_refused_with_those_that_can(
 
 def test_a_fault_is_refused_in_several_processes():
     config = quickstart_with("parallel.processes=2")
-    with (
-        injected(RetokenizedRows()),
-        pytest.raises(ConfigError, match=r"--fault.*\b2\b"),
-    ):
+    with injected(RetokenizedRows()), pytest.raises(ConfigError, match=r"--fault.*\b2\b"):
         preflight(config)
 
 

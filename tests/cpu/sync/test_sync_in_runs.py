@@ -92,9 +92,6 @@ def test_weights_that_do_not_arrive_later_in_a_run_raise_an_alarm(fault, tmp_pat
 def test_weights_that_do_not_arrive_from_the_start_stop_a_run_before_it_samples(tmp_path):
     settings = [s for s in SMALL if not s.startswith("sync")]
     config = quickstart_with(*settings)
-    with (
-        injected(WrongWeights(at=0)),
-        pytest.raises(EngineError, match="old values of everything"),
-    ):
+    with injected(WrongWeights(at=0)), pytest.raises(EngineError, match="old values of everything"):
         train(config, out=tmp_path / "run", view="json")
     assert not load_run(tmp_path / "run").metrics

@@ -43,14 +43,14 @@ FAR = 1.0
 
 @dataclass
 class Contradiction:
-    """Places of a chunk where two records disagree, by one cause."""
+    """Places of a chunk where two records disagree, by one cause. Lists of places become arrays."""
 
     cause: str
     note: str
     """The two records that contradict each other, in words."""
-    begin: Int64Array | Sequence[int]
+    begin: Int64Array
     """[X] index of the first token of each place."""
-    end: Int64Array | Sequence[int]
+    end: Int64Array
     """[X] index after the last."""
     _: KW_ONLY
     expected: Sequence[Sequence[int]] = ()
@@ -64,16 +64,19 @@ class Contradiction:
     repair: Repair | None = None
     """The rows without the defect; by default the places are not compared."""
 
+    def __post_init__(self) -> None:
+        self.begin, self.end = np.asarray(self.begin, np.int64), np.asarray(self.end, np.int64)
+
     def repaired(self, rows: Rows) -> Rows:
         if self.repair is not None:
             return self.repair(rows)
         if rows.rollout_logprobs is None or not self.moves:
             return rows
-        begin, end = np.asarray(self.begin, np.int64), np.asarray(self.end, np.int64)
+        end = self.end
         if self.reaches_on:
-            row = rows.row_of[np.minimum(begin, rows.num_tokens - 1)]
+            row = rows.row_of[np.minimum(self.begin, rows.num_tokens - 1)]
             end = rows.offsets[row + 1]
-        where = rows.within(begin, np.maximum(end, begin))
+        where = rows.within(self.begin, np.maximum(end, self.begin))
         values = np.where(where, np.float32(np.nan), rows.rollout_logprobs)
         return rows.with_(rollout_logprobs=values)
 
@@ -125,7 +128,8 @@ class Places:
         for (cause, note, options), found in self._found.items():
             begin, end, ids = zip(*found, strict=True)
             expected = ids if any(ids) else ()
-            yield Contradiction(cause, note, begin, end, expected=expected, **dict(options))
+            places = np.array(begin), np.array(end)
+            yield Contradiction(cause, note, *places, expected=expected, **dict(options))
 
 
 @dataclass(kw_only=True)
@@ -142,11 +146,11 @@ class _Count:
     """The longest places."""
 
     def add(self, rows: Rows, one: Contradiction) -> None:
-        begin, end = np.asarray(one.begin), np.asarray(one.end)
-        self.places += len(begin)
-        for i in np.argsort(begin - end, kind="stable")[:MAX_EVIDENCE].tolist():
+        self.places += len(one.begin)
+        for i in np.argsort(one.begin - one.end, kind="stable")[:MAX_EVIDENCE].tolist():
+            place = int(one.begin[i]), int(one.end[i])
             ids = one.expected[i] if one.expected else ()
-            self.evidence.append(evidence_at(rows, int(begin[i]), int(end[i]), one.note, ids))
+            self.evidence.append(evidence_at(rows, *place, one.note, ids))
         self.evidence.sort(key=lambda piece: piece.begin - piece.end)
         del self.evidence[MAX_EVIDENCE:]
 
@@ -173,7 +177,7 @@ class Tally:
         for one in (_news(rows, left, c) for c in found):
             if not len(one.begin):
                 continue
-            at = np.minimum(np.asarray(one.begin), max(rows.num_tokens - 1, 0))
+            at = np.minimum(one.begin, max(rows.num_tokens - 1, 0))
             hit[one.cause].update(rows.row_of[at].tolist())
             count = self.counts.setdefault(one.cause, _Count(note=one.note, basis=one.basis))
             count.add(rows, one)
@@ -211,12 +215,7 @@ def _news(rows: Rows, left: Rows, one: Contradiction) -> Contradiction:
     old, new = rows.rollout_logprobs, left.rollout_logprobs
     if old is None or new is None or not rows.num_tokens:
         return one
-    last = np.minimum(np.maximum(np.asarray(one.end) - 1, one.begin), rows.num_tokens - 1)
+    last = np.minimum(np.maximum(one.end - 1, one.begin), rows.num_tokens - 1)
     is_new = ~(np.isfinite(old) & np.isnan(new))[last]
-    if is_new.all():
-        return one
-    kept = np.flatnonzero(is_new).tolist()
-    expected = [one.expected[i] for i in kept] if one.expected else ()
-    return replace(
-        one, begin=np.asarray(one.begin)[is_new], end=np.asarray(one.end)[is_new], expected=expected
-    )
+    expected = [ids for ids, is_kept in zip(one.expected, is_new, strict=False) if is_kept]
+    return replace(one, begin=one.begin[is_new], end=one.end[is_new], expected=expected)

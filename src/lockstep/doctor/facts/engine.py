@@ -19,24 +19,26 @@ Ids = Int32Array
 @fact(needs=("engine_ids",))
 def engine_ids(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     """The row trains the ids that the engine returned."""
-    out, spans = Places(reaches_on=True), rows.spans
-    spans_of = spans.of_rows(len(rows))
-    for row, tokens in enumerate(rows.slices):
-        answered = [reply for reply in given(rows.engine_ids)[row] or () if len(reply)]
+    out = Places(reaches_on=True)
+    for row, tokens, answered, found in _replies(rows):
+        mine = rows.replies[row]
         if not answered or tokens.start == tokens.stop:
             continue
-        mine = [(int(spans.begin[s]), int(spans.end[s])) for s in spans_of[row]]
-        if len(mine) == len(answered) and all(
-            np.array_equal(rows.token_ids[b:e], reply)
-            for (b, e), reply in zip(mine, answered, strict=True)
-        ):
-            continue
-        found = located(rows.token_ids[tokens], answered, [b - tokens.start for b, _ in mine])
-        if found is not None:
-            _wrong_masks(rows, [(tokens.start + b, tokens.start + e) for b, e in found], out)
-        else:
+        if found is None:
             _wrong_ids(rows, mine, answered, setting.tokenizer, out, tokens.stop)
+        elif found != mine:
+            _wrong_masks(rows, found, out)
     yield from out.all()
+
+
+def _replies(rows: Rows) -> Iterator[tuple[int, slice, list[Ids], list[tuple[int, int]] | None]]:
+    """(row, its tokens, the engine's replies, where the row holds them) of each row."""
+    for row, tokens in enumerate(rows.slices):
+        start, ids = tokens.start, rows.token_ids[tokens]
+        answered = [reply for reply in given(rows.engine_ids)[row] or () if len(reply)]
+        found = located(ids, answered, [begin - start for begin, _ in rows.replies[row]])
+        places = None if found is None else [(start + b, start + e) for b, e in found]
+        yield row, tokens, answered, places
 
 
 def located(
@@ -150,18 +152,11 @@ def _plain(tokenizer: Tokenizer, ids: Ids) -> str:
 @fact(needs=("engine_prompt_ids", "engine_ids"))
 def engine_prompts(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     """The row begins with the ids that the engine was sent."""
-    out, spans = Places(reaches_on=True), rows.spans
-    spans_of = spans.of_rows(len(rows))
-    for row, tokens in enumerate(rows.slices):
-        sent, answered = given(rows.engine_prompt_ids)[row], given(rows.engine_ids)[row]
-        if not sent or answered is None:
-            continue
-        ids, start = rows.token_ids[tokens], tokens.start
-        answered = [reply for reply in answered if len(reply)]
-        mine = [int(spans.begin[s]) - start for s in spans_of[row]]
-        found = located(ids, answered, mine)
-        begins = [b for b, _ in found] if found is not None else mine
-        if not begins:
+    out = Places(reaches_on=True)
+    for row, tokens, answered, found in _replies(rows):
+        sent, ids, start = given(rows.engine_prompt_ids)[row], rows.token_ids[tokens], tokens.start
+        begins = [b - start for b, _ in (rows.replies[row] if found is None else found)]
+        if not sent or not begins:
             continue
         if (told := _of_prompt(ids[: begins[0]], sent[0])) is not None:
             at = first_difference(ids.tolist(), sent[0].tolist())
@@ -177,7 +172,7 @@ def engine_prompts(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
                 break
             if found is None:
                 break
-            end = found[turn - 1][1]
+            end = found[turn - 1][1] - start
             glue, theirs = ids[end : begins[turn]], sent[turn][before:]
             if not np.array_equal(glue, theirs):
                 told = _of_glue(glue, theirs, sent[0])

@@ -24,7 +24,7 @@ def mask_author(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     first = rows.firsts(spans.begin)
     begin, end = rows.runs(trained & ~given(rows.is_sampled))
     # Just before the first reply the border is early; elsewhere an observation is trained.
-    is_border = (end == first[rows.row_of[begin]]) if len(begin) else np.empty(0, np.bool_)
+    is_border = end == first[rows.row_of[begin]]
     note = "tokens before the first reply are trained, and no model drew them"
     yield Contradiction("boundary", note, begin[is_border], end[is_border])
     note = "tokens are trained that no model drew, by the recorded turns"
@@ -111,10 +111,7 @@ def after_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
 def missing_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     """A reply that the dialogue goes on after ends with a stop id."""
     spans, (stops, basis) = rows.spans, stop_ids(rows, setting)
-    ids = rows.token_ids
-    if not len(spans):
-        return
-    renderer = setting.renderer
+    ids, renderer = rows.token_ids, setting.renderer
     known = stops if renderer is None else [*stops, *renderer.tokenizer.control_ids]
     if not np.isin(ids, known).any():  # not this program's ids
         return
@@ -201,18 +198,17 @@ def padding(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     begin, end = rows.runs(is_same & is_free)
     size = end - begin + 1
     pad = -1 if setting.pad_id is None else setting.pad_id
-    is_pad = (ids[np.maximum(begin, 0)] == pad) & (size >= MIN_EQUAL)
-    if setting.pad_id is None and len(begin):
+    is_pad = (ids[begin] == pad) & (size >= MIN_EQUAL)
+    if setting.pad_id is None:
         # Nobody names the id: it opens rows, stands right before a reply, or is longer than text.
         is_near = rows.sampled[np.minimum(end, rows.num_tokens - 1)] | (position[begin] == 1)
         is_pad = (size >= 2 * MIN_EQUAL) & (is_near | (size >= 4 * MIN_EQUAL))
         control = setting.tokenizer.control_ids if setting.tokenizer is not None else frozenset()
         if control:
             is_pad |= np.isin(ids[begin], list(control)) & (size >= MIN_EQUAL)
-    row_end = rows.offsets[rows.row_of[begin] + 1] if len(begin) else begin
-    inside = is_pad & (end < row_end) & (begin > 0)
-    sampled_after = rows.num_in(rows.sampled, begin, row_end) > 0
-    chosen = inside & sampled_after
+    row_end = rows.offsets[rows.row_of[begin] + 1]
+    chosen = is_pad & (end < row_end) & (begin > 0)
+    chosen &= rows.num_in(rows.sampled, begin, row_end) > 0
     note = "padding stands before or between tokens of a row"
     # A model scores the row without it (hypotheses/structure): what else is wrong then shows.
     yield Contradiction(

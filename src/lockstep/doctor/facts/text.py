@@ -49,15 +49,14 @@ def control_in_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
 @fact(needs=("messages", "tokenizer"))
 def reply_text(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     """Replies say what their messages say."""
-    spans, out, after = rows.spans, Places(), Places()
+    out, after = Places(), Places()
     num_replies = num_after = 0
-    for row, mine in enumerate(spans.of_rows(len(rows))):
+    for row, mine in enumerate(rows.replies):
         replies = [m for m in given(rows.messages)[row] or () if m.role == "assistant"]
         if len(replies) != len(mine):
             continue
-        for message, s in zip(replies, mine, strict=True):
-            begin, end = int(spans.begin[s]), int(spans.end[s])
-            told = _compared(_text(setting, rows, begin, end), message, s != mine[-1])
+        for message, (begin, end) in zip(replies, mine, strict=True):
+            told = _compared(_text(setting, rows, begin, end), message, end != mine[-1][1])
             is_ended = int(rows.token_ids[end - 1]) in setting.stop_ids
             if told and told[0] == "post_processed" and not is_ended:
                 told = ("missing_final", "the row lacks the end of what the message says")

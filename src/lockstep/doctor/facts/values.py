@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -18,19 +19,17 @@ ALIKE = 1e-3
 """Nats within which both sides have the same number: certain tokens have 0.0 on both."""
 
 
-def sides(rows: Rows) -> Iterator[tuple[str, str, Float32Array, Float32Array | None]]:
-    """(side, its field, its numbers, the other side's numbers) of each recorded side."""
-    for who, name in SIDES.items():
-        values = getattr(rows, name)
-        other = next(getattr(rows, n) for n in SIDES.values() if n != name)
-        if values is not None:
-            yield who, name, values, other
+def sides(rows: Rows) -> Iterator[tuple[str, Float32Array, str, Float32Array | None]]:
+    """(side, its numbers, the other side's field, the other's numbers) of each recorded side."""
+    for (who, name), (_, theirs) in permutations(SIDES.items()):
+        if (values := getattr(rows, name)) is not None:
+            yield who, values, theirs, getattr(rows, theirs)
 
 
 @fact()
 def finite(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     """Every trained token of a scored row has a finite log-prob."""
-    for who, _, values, _ in sides(rows):
+    for who, values, *_ in sides(rows):
         # The first token of a row has no log-prob; a side without any was not recorded.
         is_wrong = rows.loss_mask & ~np.isfinite(values) & (rows.position > 0)
         if who == "trainer" and rows.trainer_version is not None:
@@ -44,7 +43,7 @@ def finite(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
 @fact()
 def positive(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     """No log-prob is above 0."""
-    for who, _, values, _ in sides(rows):
+    for who, values, *_ in sides(rows):
         with np.errstate(invalid="ignore"):
             is_wrong = rows.loss_mask & (values > MAX_LOGPROB)
         if not is_wrong.any():
@@ -101,9 +100,8 @@ def rounded(values: npt.NDArray[Any], grid: str) -> npt.NDArray[np.float32]:
 @fact()
 def grid(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     """Log-probs have the precision of float32."""
-    for who, name, values, other in sides(rows):
+    for who, values, theirs, other in sides(rows):
         if found := on_grid(values[rows.loss_mask]):
-            theirs = next(n for n in SIDES.values() if n != name)
             repair = partial(_round_other, name=theirs, grid=found) if other is not None else None
             note = f"all of the {who}'s log-probs are numbers of {found}"
             begin, end = rows.runs(rows.loss_mask)
@@ -117,7 +115,7 @@ def _round_other(rows: Rows, *, name: str, grid: str) -> Rows:
 @fact()
 def repeated(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     """No single number replaces different log-probs."""
-    for who, _, values, other in sides(rows):
+    for who, values, _, other in sides(rows):
         is_known = rows.loss_mask & np.isfinite(values)
         known = values[is_known]
         if len(known) < MIN_EQUAL or on_grid(known):

@@ -19,6 +19,7 @@ from itertools import pairwise
 import numpy as np
 
 from lockstep.doctor.explain import Prediction, View, hypothesis
+from lockstep.doctor.hypotheses.shifted import at_offsets
 from lockstep.doctor.rows import Float64Array
 from lockstep.types import Int64Array
 
@@ -33,8 +34,6 @@ def respelled(view: View) -> Iterator[Prediction]:
     spans = rows.spans
     at = np.flatnonzero(rows.span_of >= 0)  # unknown ones too: they hold their places
     span = rows.span_of[at]
-    if not len(rows.compared):
-        return
     num = np.bincount(span, minlength=len(spans))
     first = np.concatenate([[0], np.cumsum(num)])[:-1]
     place = np.arange(len(at)) - first[span]
@@ -93,19 +92,12 @@ def aligned(
     gap that the path removes)."""
     S, L = t.shape
     offsets = np.arange(-REACH, REACH + 1)
-    K = len(offsets)
-    source = np.arange(L)[None] + offsets[:, None]  # [K, L]
-    inside = (source >= 0) & (source < L)
-    moved = np.where(inside[None], s[:, source.clip(0, L - 1)], np.nan)  # [S, K, L]
-    plain, cost = view.loss(t - s), view.loss(t[:, None] - moved)
-    # Nothing recorded there: the token keeps its gap.
-    cost = np.where(np.isnan(cost), plain[:, None], cost)
+    moved, cost = at_offsets(view, t, s, REACH)
     cost = np.nan_to_num(cost)
     # A change costs as much as a token that is a nat off: a path changes for two tokens or more.
     switch = float(view.loss(np.ones(1))[0])
     jump = switch * np.minimum(np.abs(offsets[:, None] - offsets[None]), 3)
-    best = np.full((S, K), np.inf)
-    best[:] = switch * np.abs(offsets)[None].clip(0, 3)
+    best = np.tile(switch * np.abs(offsets).clip(0, 3), (S, 1))
     back: list[Int64Array] = []
     for place in range(L):
         routes = best[:, :, None] + jump[None]  # [S, from, to]
@@ -119,5 +111,5 @@ def aligned(
         path[:, place] = state
         state = np.take_along_axis(back[place], state[:, None], 1)[:, 0]
     out = np.take_along_axis(moved, path[:, None], 1)[:, 0]
-    gain = np.nansum(plain, 1) - total
+    gain = np.nansum(view.loss(t - s), 1) - total
     return out, offsets[path], gain

@@ -1,4 +1,7 @@
-"""Log-probs are beside the wrong tokens: they moved by some places, or come from another row."""
+"""Log-probs are beside the wrong tokens: they moved by some places, or come from another row.
+
+# N tokens  S rows or replies  L tokens of the longest  K offsets
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,22 @@ def moved(rows: Rows, values: Float64Array, at: Int64Array, by: int) -> Float64A
     inside[inside] = rows.row_of[at[source[inside]]] == rows.row_of[at[inside]]
     out[at[inside]] = values[at[source[inside]]]
     return out
+
+
+def at_offsets(
+    view: View, t: Float64Array, s: Float64Array, reach: int
+) -> tuple[Float64Array, Float64Array]:
+    """([S, K, L] the sampler's numbers, moved by each offset up to `reach` both ways; [S, K, L] the
+    gap that each leaves). Nothing is recorded beyond an end: the token keeps its gap.
+
+    t, s: [S, L] numbers of trainer and sampler.
+    """
+    size = t.shape[1]
+    source = np.arange(size) + np.arange(-reach, reach + 1)[:, None]  # [K, L]
+    is_inside = (source >= 0) & (source < size)
+    laid = np.where(is_inside, s[:, source.clip(0, size - 1)], np.nan)
+    left = view.loss(t[:, None] - laid)
+    return laid, np.where(np.isnan(left), view.loss(t - s)[:, None], left)
 
 
 @hypothesis(cause="shifted")
@@ -56,20 +75,12 @@ def own_offset(view: View) -> Iterator[Prediction]:
         at = np.flatnonzero(~np.isnan(view.sampler[tokens])) + tokens.start
         if len(at) < 4 * CHUNK:
             continue
-        listed = recorded[at]
         half = np.arange(len(at)) // CHUNK % 2
         reach = min(MAX_OWN, len(at) // 2)
-        offsets = np.arange(-reach, reach + 1)
-        source = np.arange(len(at))[None] + offsets[:, None]
-        inside = (source >= 0) & (source < len(at))
-        moved = np.where(inside, listed[source.clip(0, len(at) - 1)], np.nan)
-        error = view.loss(trainer[at] - moved)
-        own = view.loss(trainer[at] - listed)
-        cost = np.where(np.isnan(error), own, error)
+        [laid], [cost] = at_offsets(view, trainer[None, at], recorded[None, at], reach)
         for h in (0, 1):
             best = int(cost[:, half != h].sum(1).argmin())
-            mine = at[half == h]
-            out[mine] = moved[best, half == h]
+            out[at[half == h]] = laid[best, half == h]
     yield Prediction(text="moved by an offset of each row's own", sampler=out)
 
 

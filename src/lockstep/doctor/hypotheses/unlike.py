@@ -13,13 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lockstep.doctor.explain import (
-    Explanation,
-    Prediction,
-    View,
-    hypothesis,
-    size,
-)
+from lockstep.doctor.explain import Explanation, Prediction, View, hypothesis, size
 from lockstep.doctor.facts.base import FAR
 from lockstep.doctor.findings import MIN_TOKENS, MOST
 from lockstep.doctor.rows import SIDES, Float64Array, Rows
@@ -125,10 +119,9 @@ def rest_of(view: View, found: Explanation) -> tuple[str, str, float] | None:
     may have read another prompt as well, and then a prompt that is tried explains a part. Noise
     has another value each time, on every token.
     """
-    model, one = view.setting.model, deviating(view)
-    if model is None or one is None:
+    if (one := deviating(view)) is None:
         return None
-    (side, d), rows = one, view.rows
+    (side, d), rows, model = one, view.rows, view.model
     for judged, *_ in found.causes:
         if judged.hypothesis.is_of_other_ids:  # so is what these rows still deviate by
             d = np.where(judged.hit[rows.row_of], np.nan, d)
@@ -196,12 +189,7 @@ def _is_by_prompt(prompts: np.ndarray, far: Float64Array, limit: float) -> bool:
 
 
 def _noise(
-    view: View,
-    side: str,
-    units: Float64Array,
-    numeric: Float64Array,
-    *,
-    is_unsteady: bool,
+    view: View, side: str, units: Float64Array, numeric: Float64Array, *, is_unsteady: bool
 ) -> tuple[str, float]:
     """(cause of noise on every token, its part of the deviation); no cause if the deviation is no
     noise. units, numeric: [N] the deviation, and the noise of bfloat16, in units of noise on

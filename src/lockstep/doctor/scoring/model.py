@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.doctor.inputs.base import Dump, Facts
-from lockstep.doctor.rows import Float64Array, Rows
+from lockstep.doctor.rows import SIDES, Float64Array, Rows, given
 from lockstep.doctor.scoring.distribution import Distribution
 from lockstep.doctor.scoring.weights import Weights, config_of, described, weights_at_hand
 from lockstep.doctor.tokenization import locate, settings_beside
@@ -168,21 +168,12 @@ class Model:
             return Distribution()
         kinds = [Distribution(), Distribution(temperature=asked)]
 
-        def nearest() -> Distribution:
-            scores = self.processed(rows, kinds)
-            at = rows.compared
+        def apart(kind: Distribution) -> float:
+            at, values = rows.compared, self.processed(rows, kinds)[kind]
+            sides = [given(getattr(rows, name))[at] for name in SIDES.values()] if len(at) else []
+            return sum(float(np.median(np.abs(side - values[at]))) for side in sides)
 
-            def apart(kind: Distribution) -> float:
-                sides = (rows.trainer_logprobs, rows.rollout_logprobs)
-                return sum(
-                    float(np.median(np.abs(side[at] - scores[kind][at])))
-                    for side in sides
-                    if side is not None and len(at)
-                )
-
-            return min(kinds, key=apart)
-
-        return self.once(rows, "processing", nearest)
+        return self.once(rows, "processing", lambda: min(kinds, key=apart))
 
     def bfloat16(self, rows: Rows) -> Float64Array:
         """[N] the model computed in bfloat16."""

@@ -94,20 +94,13 @@ class Parts:
     @classmethod
     def of(cls, rows: Rows, row: int) -> Parts | None:
         """The parts of one row; None without a reply."""
-        tokens = rows.slices[row]
-        turns = rows.spans.of_rows(len(rows))[row]
-        if not turns:
+        tokens, mine = rows.slices[row], rows.replies[row]
+        if not mine:
             return None
-        observed: list[Ids] = []
-        replies: list[Ids] = []
-        at = tokens.start
-        for s in turns:
-            begin, end = int(rows.spans.begin[s]), int(rows.spans.end[s])
-            observed.append(rows.token_ids[at:begin].tolist())
-            replies.append(rows.token_ids[begin:end].tolist())
-            at = end
+        borders = np.ravel(mine) - tokens.start
+        parts = [part.tolist() for part in np.split(rows.token_ids[tokens], borders)]
         messages = None if rows.messages is None else rows.messages[row]
-        return cls(observed=observed, replies=replies, messages=messages)
+        return cls(observed=parts[:-1:2], replies=parts[1::2], messages=messages)
 
     def with_observed(self, observed: list[Ids]) -> Parts | None:
         """None if these are the ids of the row."""
@@ -294,11 +287,13 @@ class Prompts:
         return parts.with_observed(observed)
 
     def _asked(self, change: _Change, parts: Parts) -> _Asked | None:
-        """As `_read`, with a change to the messages before the first reply; None without one."""
-        read = self._read(parts)
-        if read is None or (first := change(read[0][0])) is None:
+        """As `_read`, with a change to the messages before the first reply; None where it changes
+        nothing."""
+        if (read := self._read(parts)) is None:
             return None
-        return [first, *read[0][1:]], read[1]
+        (said, *later), tools = read
+        first = change(said)
+        return None if change is not list and first == said else ([first, *later], tools)
 
     def _read(self, parts: Parts) -> _Asked | None:
         """None if the messages are not known and the prompt is of no known format."""
@@ -337,35 +332,29 @@ class Prompts:
 
 _Asked = tuple[list[list[Message]], tuple[ToolSchema, ...]]
 """(the messages before each reply, the tools that the prompt declares)."""
-_Change = Callable[[Sequence[Message]], list[Message] | None]
+_Change = Callable[[list[Message]], list[Message]]
 
 
-def _with_system(words: str) -> _Change:
-    def change(messages: Sequence[Message]) -> list[Message] | None:
-        if messages and messages[0].role == "system":
-            return None
-        return [Message(role="system", content=words), *messages]
-
-    return change
+def _with_system(words: str, messages: list[Message]) -> list[Message]:
+    has_one = bool(messages) and messages[0].role == "system"
+    return messages if has_one else [Message(role="system", content=words), *messages]
 
 
-def _without_system(messages: Sequence[Message]) -> list[Message] | None:
-    kept = [m for m in messages if m.role != "system"]
-    return kept if kept and len(kept) < len(messages) else None
+def _without_system(messages: list[Message]) -> list[Message]:
+    return [m for m in messages if m.role != "system"] or messages
 
 
-def _stripped(messages: Sequence[Message]) -> list[Message] | None:
-    out = [replace(m, content=m.content.strip()) for m in messages]
-    return out if out != list(messages) else None
+def _stripped(messages: list[Message]) -> list[Message]:
+    return [replace(m, content=m.content.strip()) for m in messages]
 
 
 _CHANGES: Mapping[str, _Change] = {
     "": list,
     ", without the system message": _without_system,
     ", with white space around the words stripped": _stripped,
-    **{f", with the system message {words!r}": _with_system(words) for words in DEFAULT_SYSTEMS},
+    **{f", with the system message {w!r}": partial(_with_system, w) for w in DEFAULT_SYSTEMS},
 }
-"""Change of the messages in words -> the change; None where it does not apply."""
+"""Change of the messages in words -> the change; the same messages where it does not apply."""
 
 
 def read_messages_of(text: str, family: Family) -> list[Message] | None:

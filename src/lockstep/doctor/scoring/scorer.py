@@ -74,21 +74,17 @@ class Scorer:
         if isinstance(model, Decoder) and model.lora is not None:
             for scale in ADAPTER_SCALES:
                 with adapter_scaled(model, scale):
-                    yield (
-                        f"with its adapter {scale:g} times" if scale else "without its adapter",
-                        model,
-                    )
+                    times = f"with its adapter {scale:g} times"
+                    yield times if scale else "without its adapter", model
 
     changes = staticmethod(changes)
     """Changes that may be wrong with the arithmetic of a model."""
 
     def copied_in_bfloat16(self, model: Any) -> Any:
         """A copy, beside the model."""
-        return (
-            copy_decoder(model, dtype=torch.bfloat16)
-            if isinstance(model, Decoder)
-            else deepcopy(model).to(torch.bfloat16)
-        )
+        if isinstance(model, Decoder):
+            return copy_decoder(model, dtype=torch.bfloat16)
+        return deepcopy(model).to(torch.bfloat16)
 
     def router_variances(self, model: Any, rows: Rows, chosen: Int64Array) -> list[Float64Array]:
         """[N] variance of each log-prob under noise on the routers, one for each of ROUTER_STDS;

@@ -53,8 +53,6 @@ def tried(view: View, variants: Iterable[Variant]) -> Iterator[Prediction]:
     A variant that explains a part of the NUM_PROBES rows is scored on all rows, others on these."""
     rows = view.rows
     probes = _probes(rows, view.model.max_tokens // PROBED)
-    if not len(probes):
-        return
     found: list[tuple[float, Variant, str]] = []
     suspects = view.suspects
     is_of_probes = np.isin(rows.row_of, probes)
@@ -116,8 +114,6 @@ def _probes(rows: Rows, max_tokens: int) -> Int64Array:
     """Rows with a gap, drawn in proportion to its square root: rows of every size of gap. As many
     as have `max_tokens`, two at least."""
     at = rows.compared
-    if not len(at):
-        return np.empty(0, np.int64)
     d2 = np.sqrt(np.bincount(rows.row_of[at], rows.gap[at] ** 2, len(rows)))
     usable = np.flatnonzero(d2 > 0)
     num = max(min(NUM_PROBES, int(max_tokens / max(rows.sizes[usable].mean(), 1)), len(usable)), 2)

@@ -40,11 +40,7 @@ from lockstep.engines.embedded.lookup import Guess, draw, guesses_of
 from lockstep.engines.embedded.scheduler import Scheduler
 from lockstep.engines.embedded.state_cache import StateCache
 from lockstep.engines.grammar import Vocabulary
-from lockstep.engines.ledger import (
-    LedgerEngine,
-    limit_of,
-    no_adapter,
-)
+from lockstep.engines.ledger import LedgerEngine, limit_of, no_adapter
 from lockstep.errors import CapabilityError, EngineError, TornWeightsError
 from lockstep.launch.event_loop import running
 from lockstep.launch.gpu import release_gpu_memory
@@ -57,14 +53,7 @@ from lockstep.models.peft_io import read_adapter
 from lockstep.ops.base import Ops
 from lockstep.ops.selftest import adapter_failure, fingerprint
 from lockstep.ops.transfer import to_device
-from lockstep.types import (
-    Delta,
-    FinishReason,
-    Int32Array,
-    Ragged,
-    Request,
-    Routes,
-)
+from lockstep.types import Delta, FinishReason, Int32Array, Ragged, Request, Routes
 
 YIELDS_AFTER_REPLY = 3
 """Turns of the event loop that coroutines get when a request has ended: enough for an episode to
@@ -122,10 +111,8 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
             make_capture = CudaGraphs
         if make_capture is not None and model.ops.reads_work(device):
             over = self._rows, self._cache, make_capture
-            self._graphs, self._adapted_graphs = (
-                DecodeGraphs(*over),
-                DecodeGraphs(*over, self._stacks),
-            )
+            self._graphs = DecodeGraphs(*over)
+            self._adapted_graphs = DecodeGraphs(*over, self._stacks)
         has_graphs = self._graphs is not None
         config.check_lookup(has_states=shape.linear is not None, has_graphs=has_graphs)
         self._scheduler = Scheduler(config, self._rows, self._cache, self.stats)
@@ -175,9 +162,7 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         values = np.full(len(ids), np.nan, np.float32)
         if len(ids) <= first:
             return Scores(
-                logprobs=values,
-                policy_version=weights.version,
-                fingerprint=self._fingerprint_text,
+                logprobs=values, policy_version=weights.version, fingerprint=self._fingerprint_text
             )
         future: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
         heat = request.sampling.temperature

@@ -376,12 +376,19 @@ class PagedCache:
     def _find(
         self, ids: Ids, limit: int, root: int
     ) -> tuple[list[PageNode], PageNode | None, int, tuple[PageNode, int] | None]:
-        """Result of `_walk`, up to the deepest kept state in a model with linear attention, and the
-        key of that state."""
-        path, partial, length = self._walk(ids, limit, root)
+        """(full pages, the page that continues them furthest, its matching positions, None).
+        With linear attention: up to the deepest kept state, and that state's key."""
+        path, size = list[PageNode](), self.page_size
+        while True:
+            at = len(path) * size
+            part = ids[at : min(at + size, limit)]
+            partial, length = self._furthest(path[-1] if path else root, part)
+            if partial is None or length < size:
+                break
+            path.append(partial)
         if self.states is None:
             return path, partial, length, None
-        size, nodes = self.page_size, path if partial is None else [*path, partial]
+        nodes = path if partial is None else [*path, partial]
         known = len(path) * size + length
         for border in range(known // CHUNK * CHUNK, 0, -CHUNK):
             key = nodes[(border - 1) // size], (border - 1) % size + 1
@@ -389,20 +396,6 @@ class PagedCache:
                 whole, rest = divmod(border, size)
                 return nodes[:whole], nodes[whole] if rest else None, rest, key
         return [], None, 0, None
-
-    def _walk(self, ids: Ids, limit: int, root: int) -> tuple[list[PageNode], PageNode | None, int]:
-        """(full pages, the page that continues them furthest, its number of matching positions)."""
-        path: list[PageNode] = []
-        if not self.is_caching:
-            return path, None, 0
-        size = self.page_size
-        while True:
-            at = len(path) * size
-            part = ids[at : min(at + size, limit)]
-            node, length = self._furthest(path[-1] if path else root, part)
-            if node is None or length < size:
-                return path, node, length
-            path.append(node)
 
     def _furthest(self, parent: PageNode | int, part: Ids) -> tuple[PageNode | None, int]:
         """The page after `parent` that has most of `part`, and how much of it."""

@@ -75,10 +75,7 @@ GOOD_COLUMNS: dict[str, Any] = {name: [value] * 3 for name, value in GOOD.items(
             {"rollout_logprobs": [-0.5]},
             "rollout_logprobs has 1 entries and token_ids 2; expected one",
         ),
-        (
-            {"rollout_logprobs": ["x", "y"]},
-            "must be a list of numbers, found ['x', 'y']",
-        ),
+        ({"rollout_logprobs": ["x", "y"]}, "must be a list of numbers, found ['x', 'y']"),
         (
             {"turn": [0.5, 1.0]},
             "turn must be a list of whole numbers, from -2147483648 to 2147483647, found 0.5",
@@ -88,10 +85,7 @@ GOOD_COLUMNS: dict[str, Any] = {name: [value] * 3 for name, value in GOOD.items(
         ({"reward": "high"}, "reward must be numbers, found ['high']"),
         ({"messages": "hello"}, "messages is text that is not JSON"),
         ({"messages": "[" * 100_000}, "messages is text that is not JSON: nested too deeply"),
-        (
-            {"engine_ids": [1, 2]},
-            "engine_ids must be a list per reply of whole numbers, found 1",
-        ),
+        ({"engine_ids": [1, 2]}, "engine_ids must be a list per reply of whole numbers, found 1"),
         ({"routed_experts": [[[1, 2]]]}, "routed_experts has 1 entries and token_ids 2"),
         (
             {"routed_experts": [[[1, 2]], [[1]]]},
@@ -116,17 +110,9 @@ def test_a_value_that_cannot_be_is_named_with_its_row(
     [
         ("token_ids", [[1.5, 2.0]] * 3, "row 0: token_ids must be a list of whole"),
         ("token_ids", [[1, 2], [3, 4], [5, -6]], "row 2: token_ids must be"),
-        (
-            "token_ids",
-            [["a", "b"]] * 3,
-            "row 0: token_ids must be a list of whole",
-        ),
+        ("token_ids", [["a", "b"]] * 3, "row 0: token_ids must be a list of whole"),
         ("token_ids", [[1, 2], [3], [4, 5]], "row 1: loss_mask has 2 entries and token_ids 1"),
-        (
-            "token_ids",
-            [b"12"] * 3,
-            "must be a list of whole numbers, found b'12'",
-        ),
+        ("token_ids", [b"12"] * 3, "must be a list of whole numbers, found b'12'"),
         ("loss_mask", [["a", "b"]] * 3, "row 0: loss_mask must be a list of true"),
         ("rollout_logprobs", [[-1.0, None], None, [-1.0]], "row 2: rollout_logprobs has 1 entries"),
         ("group", [1, None, 2], "group is null"),

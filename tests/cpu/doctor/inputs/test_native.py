@@ -145,10 +145,7 @@ def test_the_fewest_columns_are_ids_and_mask_and_each_other_is_said_to_be_missin
 ):
     few = some_rows()
     few = Rows(
-        row_ids=few.row_ids,
-        offsets=few.offsets,
-        token_ids=few.token_ids,
-        loss_mask=few.loss_mask,
+        row_ids=few.row_ids, offsets=few.offsets, token_ids=few.token_ids, loss_mask=few.loss_mask
     )
     save(tmp_path / f"rows{suffix}", few)
 

@@ -70,10 +70,7 @@ def test_batches_of_a_directory_come_in_the_order_of_their_steps(tmp_path):
     ("changed", "message"),
     [
         ({"completion_mask": torch.ones(2, 3)}, r"row 0: completion_mask.*\b4\b.*\b3\b"),
-        (
-            {"old_per_token_logps": torch.zeros(2, 3)},
-            r"row 0: old_per_token_logps.*\b4\b.*\b3\b",
-        ),
+        ({"old_per_token_logps": torch.zeros(2, 3)}, r"row 0: old_per_token_logps.*\b4\b.*\b3\b"),
         ({"prompt_ids": torch.zeros(2, 3)}, "prompt_ids"),
         ({"prompt_mask": torch.ones(3)}, "each of two dimensions"),
         ({"tool_mask": torch.ones(1, 4)}, r"row 1: tool_mask.*\b4\b.*\b0 x 4"),
