@@ -95,10 +95,7 @@ async def measure(kind: str, *, workers: int, num_programs: int) -> dict[str, fl
 
 
 def compare(
-    *,
-    only: tuple[str, ...] = ("bare", "monty", "bwrap"),
-    programs: int = 200,
-    workers: int = 2,
+    *, only: tuple[str, ...] = ("bare", "monty", "bwrap"), programs: int = 200, workers: int = 2
 ) -> Iterator[Row]:
     found: dict[str, dict[str, float]] = {}
     for kind in only:

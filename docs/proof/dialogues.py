@@ -28,11 +28,7 @@ from run import ROOT, save, stamp
 
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "parity")]
 from random_dialogues import check_dialogues, hostile_text  # noqa: E402
-from real_tokenizers import (  # noqa: E402  fetched once, checked by their hashes
-    NAMES,
-    o200k_harmony,
-    tokenizer_of,
-)
+from real_tokenizers import NAMES, o200k_harmony, tokenizer_of  # noqa: E402  fetched once, checked by their hashes
 
 from lockstep.renderers.config import (  # noqa: E402
     ChatMLConfig,

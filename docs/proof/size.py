@@ -21,25 +21,25 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "lockstep"
 
 CEILINGS = {
-    "nouns: types, errors, config": 1_916,
-    "tinker": 3_772,
-    "run": 4_905,
-    "renderers": 3_301,
-    "models and ops": 8_769,
-    "engines, sync, launch": 9_176,
-    "agent": 6_714,
-    "learn: training, correction, objectives": 5_058,
-    "doctor": 7_383,
-    "integrations": 1_242,
-    "store, observe, report": 2_782,
-    "environments and recipes": 3_682,
-    "testing": 1_523,
-    "tests": 59_830,
-    "proofs and benchmarks": 8_979,
+    "nouns: types, errors, config": 1_911,
+    "tinker": 3_656,
+    "run": 4_877,
+    "renderers": 3_213,
+    "models and ops": 8_456,
+    "engines, sync, launch": 9_139,
+    "agent": 6_686,
+    "learn: training, correction, objectives": 4_996,
+    "doctor": 7_292,
+    "integrations": 1_233,
+    "store, observe, report": 2_696,
+    "environments and recipes": 3_442,
+    "testing": 1_513,
+    "tests": 59_584,
+    "proofs and benchmarks": 8_964,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling
 follows."""
-SETTINGS = 343
+SETTINGS = 300
 """Settings that all kinds of runs and servers may have together."""
 SLACK = 20
 """Lines that a room may be below its ceiling."""

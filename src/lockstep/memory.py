@@ -93,12 +93,7 @@ class MemoryPlan:
         return int(GPU_SHARE * num_bytes) - others
 
     def check(
-        self,
-        num_bytes: int,
-        source: str,
-        *,
-        is_host: bool = False,
-        ways: Callable[[], str] = str,
+        self, num_bytes: int, source: str, *, is_host: bool = False, ways: Callable[[], str] = str
     ) -> None:
         """Raises ConfigError if the plan does not fit into `num_bytes` of the device, or its parts
         in the host's memory into that much of it. source: the origin of the number. ways: a

@@ -62,9 +62,7 @@ def evaluate(run: RunPath, *, overrides: Sequence[str] = (), **settings: Any) ->
 
 
 def write_report(
-    *runs: RunPath,
-    out: str | os.PathLike[str] | None = None,
-    warn: Callable[[str], None] = warn,
+    *runs: RunPath, out: str | os.PathLike[str] | None = None, warn: Callable[[str], None] = warn
 ) -> Path:
     """Writes one HTML file about one run, or several side by side. Returns its path.
 

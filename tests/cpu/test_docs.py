@@ -50,10 +50,7 @@ FENCE = re.compile(
     r"^```(?P<language>\w*)\n(?P<body>.*?)^```$",
     re.M | re.S,
 )
-TABLE = re.compile(
-    r"<!-- generated: (?P<name>\S+) -->\n(?P<body>.*?)<!-- end -->",
-    re.S,
-)
+TABLE = re.compile(r"<!-- generated: (?P<name>\S+) -->\n(?P<body>.*?)<!-- end -->", re.S)
 TAKES_SETTINGS = ("train", "sft", "eval")
 
 

@@ -290,10 +290,7 @@ def test_the_loss_is_the_policy_gradient_at_ratio_one_and_fades_away_from_it():
     tokens = TokenBatch(
         logprobs=logprobs,
         entropy=torch.zeros(4),
-        columns={
-            "old_logprobs": torch.tensor([-1.0, -2.0, -3.0, -3.0]),
-            "advantages": advantages,
-        },
+        columns={"old_logprobs": torch.tensor([-1.0, -2.0, -3.0, -3.0]), "advantages": advantages},
         row=torch.tensor([0, 0, 1, 1]),
         num_rows=2,
     )

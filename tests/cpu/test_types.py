@@ -8,15 +8,7 @@ from hypothesis import strategies as st
 
 from lockstep.dialogues import read_messages
 from lockstep.errors import AlignmentError, DataError, TokenError
-from lockstep.types import (
-    COLUMNS,
-    Group,
-    Message,
-    Sample,
-    Task,
-    ToolCall,
-    Trajectory,
-)
+from lockstep.types import COLUMNS, Group, Message, Sample, Task, ToolCall, Trajectory
 
 
 def two_turns():

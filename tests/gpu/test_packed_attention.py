@@ -23,11 +23,7 @@ LENGTHS = [200, 1, 77, 330]
 @pytest.mark.parametrize("window", [None, 64])
 @pytest.mark.parametrize(
     ("ops", "dtype", "limit"),
-    [
-        (Ops, torch.float32, 1e-4),
-        (Ops, torch.bfloat16, 0.02),
-        (CudaOps, torch.bfloat16, 0.02),
-    ],
+    [(Ops, torch.float32, 1e-4), (Ops, torch.bfloat16, 0.02), (CudaOps, torch.bfloat16, 0.02)],
 )
 def test_output_and_all_gradients_equal_the_formula(ops, width, window, dtype, limit):
     g = torch.Generator().manual_seed(0)

@@ -255,10 +255,7 @@ def main() -> None:
     parser.add_argument("--no-kernels", action="store_true")
     asked = parser.parse_args()
     found = figures(
-        asked.model,
-        asked.chip,
-        dtype=getattr(torch, asked.dtype),
-        has_kernels=not asked.no_kernels,
+        asked.model, asked.chip, dtype=getattr(torch, asked.dtype), has_kernels=not asked.no_kernels
     )
     print(json.dumps(found))
 

@@ -55,11 +55,7 @@ CORRECTIONS = {
 LENGTHS = (9, 0, 1, 30, 2, 17, 0, 5, 12, 3, 24)
 ROWS = tuple(range(len(LENGTHS)))
 
-OWNER = {
-    1: (0,) * 11,
-    2: (0, 1, 0, 0, 1, 0, 0, 0, 1, 0, 0),
-    4: (0, 0, 2, 3, 0, 2, 3, 3, 2, 0, 2),
-}
+OWNER = {1: (0,) * 11, 2: (0, 1, 0, 0, 1, 0, 0, 0, 1, 0, 0), 4: (0, 0, 2, 3, 0, 2, 3, 3, 2, 0, 2)}
 """By the number of data-parallel ranks: whose each row is. The shares are uneven; of four, rank 1
 has nothing."""
 

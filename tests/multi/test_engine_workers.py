@@ -56,10 +56,7 @@ def test_a_run_sampled_by_two_other_processes_is_the_run_of_one_under_the_contra
 
 def test_a_fault_of_the_engine_inside_is_refused_for_engines_of_other_processes():
     config = quickstart_with("engine.replicas=1")
-    with (
-        injected(KernelNoise(std=0.1)),
-        pytest.raises(ConfigError, match=r"engine\.replicas=0"),
-    ):
+    with injected(KernelNoise(std=0.1)), pytest.raises(ConfigError, match=r"engine\.replicas=0"):
         preflight(config)
 
 

@@ -16,11 +16,7 @@ from lockstep.types import frozen_ids
 transformers = pytest.importorskip("transformers", reason="pip install 'lockstep-rl[transformers]'")
 peft = pytest.importorskip("peft", reason="pip install peft")
 
-from lockstep.integrations.causal_lm import (  # noqa: E402
-    IGNORED,
-    LockstepConfig,
-    LockstepForCausalLM,
-)
+from lockstep.integrations.causal_lm import IGNORED, LockstepConfig, LockstepForCausalLM  # noqa: E402
 
 SHAPE = {
     "vocab_size": 211, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

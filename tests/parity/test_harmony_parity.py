@@ -197,10 +197,7 @@ def test_calls_are_read_as_openai_harmony_reads_them(spelling):
 
 
 def test_replies_are_written_as_gpt_oss_samples_them():
-    spelled = {
-        "as gpt-oss samples it": CALL,
-        "thinking first": replace(CALL, thinking="I search."),
-    }
+    spelled = {"as gpt-oss samples it": CALL, "thinking first": replace(CALL, thinking="I search.")}
     for spelling, message in spelled.items():
         assert renderer().render_reply(message) == sampled(SAMPLED_CALLS[spelling])
     assert renderer().render_reply(THINKING) == sampled(
@@ -213,11 +210,7 @@ FINAL = "<|channel|>final<|message|>It is Ciro.<|return|>"
 ANALYSIS = "<|channel|>analysis<|message|>I search.<|end|><|start|>assistant"
 REWRITES = {
     # what the model sampled, what followed, what a full re-render makes of the sampled turn
-    "<|return|> becomes <|end|>": (
-        FINAL,
-        MORE,
-        "<|channel|>final<|message|>It is Ciro.<|end|>",
-    ),
+    "<|return|> becomes <|end|>": (FINAL, MORE, "<|channel|>final<|message|>It is Ciro.<|end|>"),
     "analysis is dropped": (
         ANALYSIS + FINAL,
         MORE,

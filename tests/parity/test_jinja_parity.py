@@ -13,11 +13,7 @@ from hypothesis import strategies as st
 from real_tokenizers import tokenizer_of
 
 from lockstep.errors import RendererError
-from lockstep.renderers.config import (
-    ChatMLConfig,
-    JinjaConfig,
-    Llama3Config,
-)
+from lockstep.renderers.config import ChatMLConfig, JinjaConfig, Llama3Config
 from lockstep.renderers.jinja.formats import CallFormat
 from lockstep.renderers.jinja.renderer import JinjaRenderer
 from lockstep.renderers.registry import make_renderer

@@ -10,13 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from lockstep.envs.math.grading import (
-    Form,
-    are_equal,
-    grade_reply,
-    math_verify_child,
-    parse_number,
-)
+from lockstep.envs.math.grading import Form, are_equal, grade_reply, math_verify_child, parse_number
 
 needs_math_verify = pytest.mark.skipif(
     not find_spec("math_verify"),

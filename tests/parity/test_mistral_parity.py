@@ -36,19 +36,14 @@ from lockstep.types import Message, ToolCall
 pytest.importorskip(
     "mistral_common", reason="mistral-common 1.13.1 is not installed: make test-renderers"
 )
-from mistral_common.integrations.chat_templates.chat_templates import (
-    generate_chat_template,
-)
+from mistral_common.integrations.chat_templates.chat_templates import generate_chat_template
 from mistral_common.protocol.instruct.normalize import (
     InstructRequestNormalizer,
     InstructRequestNormalizerV7,
 )
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy, TokenizerVersion
-from mistral_common.tokens.tokenizers.instruct import (
-    InstructTokenizerV3,
-    InstructTokenizerV7,
-)
+from mistral_common.tokens.tokenizers.instruct import InstructTokenizerV3, InstructTokenizerV7
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 
 VARIANTS = ("v3", "v7")

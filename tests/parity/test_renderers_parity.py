@@ -7,17 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 import pytest
-from chat_templates import (
-    ANSWER,
-    CALL,
-    MORE,
-    QUESTION,
-    REPLY,
-    SEARCH,
-    SYSTEM,
-    TEXTS,
-    function_of,
-)
+from chat_templates import ANSWER, CALL, MORE, QUESTION, REPLY, SEARCH, SYSTEM, TEXTS, function_of
 from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -257,8 +257,7 @@ def test_sleep_on_a_cpu_frees_nothing_and_is_not_claimed(dense):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["qwen3", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3", "olmo3", "gemma3_text"],
+    "kind", ["qwen3", "qwen3_moe", "gpt_oss", "glm4_moe", "deepseek_v3", "olmo3", "gemma3_text"]
 )
 def test_new_weights_are_exact_where_vllms_own_reload_is_only_for_dense_ones(
     kind, started, place, monkeypatch

@@ -93,10 +93,7 @@ async def _called(hook: Callable[[], Any], check: Callable[[Any], Any]) -> Any:
 
 @types.coroutine
 def _driven(
-    coroutine: Coroutine[Any, Any, Any],
-    seconds: float | None,
-    late: TookTooLong,
-    seed: int | None,
+    coroutine: Coroutine[Any, Any, Any], seconds: float | None, late: TookTooLong, seed: int | None
 ) -> Generator[Any, None, Any]:
     """Steps a foreign coroutine, so that it can be closed where it ignores a cancellation."""
     task = asyncio.current_task()

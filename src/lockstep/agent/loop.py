@@ -296,10 +296,7 @@ class _Episode:
         gateway = await self.gateway()
         limit = harness.wait_seconds + budget.max_seconds
         session = self.session = GatewaySession(
-            self.sampler,
-            seed=self.seed,
-            deadline=time.monotonic() + limit,
-            on_turn=self._rescore,
+            self.sampler, seed=self.seed, deadline=time.monotonic() + limit, on_turn=self._rescore
         )
         gateway.sessions.add(session)
         endpoint = Endpoint(
@@ -309,10 +306,7 @@ class _Episode:
             model=gateway.model,
             session_id=session.id,
             offer=lambda: gateway.sessions.offer(
-                session,
-                task,
-                wait_seconds=harness.wait_seconds,
-                max_seconds=budget.max_seconds,
+                session, task, wait_seconds=harness.wait_seconds, max_seconds=budget.max_seconds
             ),
         )
         problem: Exception | None = None

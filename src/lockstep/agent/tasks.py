@@ -354,12 +354,7 @@ class DifficultySource(TaskSource):
     """
 
     def __init__(
-        self,
-        source: TaskSource,
-        *,
-        candidates: int = 4,
-        label: Callable[[Task], str],
-        seed: int,
+        self, source: TaskSource, *, candidates: int = 4, label: Callable[[Task], str], seed: int
     ) -> None:
         self._source, self._candidates, self._label, self._seed = source, candidates, label, seed
         self._drawn = 0

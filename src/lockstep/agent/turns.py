@@ -332,11 +332,7 @@ def turn_ids(trajectory: Trajectory, leaf: int) -> Int32Array:
 
 
 def fork_without_thinking(
-    trajectory: Trajectory,
-    leaf: int | None,
-    renderer: Renderer,
-    *,
-    behind: Sequence[Observed] = (),
+    trajectory: Trajectory, leaf: int | None, renderer: Renderer, *, behind: Sequence[Observed] = ()
 ) -> tuple[int | None, list[Observed]] | None:
     """Finds where a path must fork because its thinking is forgotten.
 

@@ -36,9 +36,7 @@ class AveragedLogprobs:
 
 
 def average_logprobs(
-    scorings: Tensor | Sequence[Tensor],
-    *,
-    rollout_logprobs: Tensor | None = None,
+    scorings: Tensor | Sequence[Tensor], *, rollout_logprobs: Tensor | None = None
 ) -> AveragedLogprobs:
     """The behaviour policy from its re-scorings: the mean of probabilities, in log space.
 

@@ -349,10 +349,7 @@ class LockstepForCausalLM(PreTrainedModel):
         if problems:
             raise CapabilityError(f"LockstepForCausalLM: adapter of PEFT: {'; '.join(problems)}.")
         return LoraShape(
-            rank=settings.r,
-            alpha=settings.lora_alpha,
-            rslora=settings.use_rslora,
-            sites=sites,
+            rank=settings.r, alpha=settings.lora_alpha, rslora=settings.use_rslora, sites=sites
         )
 
     def for_engine(self) -> Decoder:

@@ -68,10 +68,7 @@ def correct(
 
 
 def loss(
-    args: Any,
-    batch: Batch,
-    logits: Tensor,
-    sum_of_sample_mean: Callable[[Tensor], Tensor],
+    args: Any, batch: Batch, logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`--custom-loss-function-path`: the objective and the correction of LOCKSTEP.
 

@@ -96,10 +96,7 @@ def policy_loss(
 
 
 def advantages(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: Any = None,
-    **_: Any,
+    token_level_rewards: Tensor, response_mask: Tensor, index: Any = None, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """An advantage estimator of verl's registry: the one of LOCKSTEP, twice, as of verl's own.
 

@@ -11,14 +11,7 @@ from lockstep.config import read_json
 from lockstep.errors import CheckpointError, named
 from lockstep.models import families as families  # they register themselves
 from lockstep.models.attention_config import LatentShape, LinearShape, RopeScaling
-from lockstep.models.reading import (
-    EXPERT_COUNTS,
-    FAMILIES,
-    NO_LIMIT,
-    Reading,
-    read_common,
-    text_of,
-)
+from lockstep.models.reading import EXPERT_COUNTS, FAMILIES, NO_LIMIT, Reading, read_common, text_of
 
 NormWeights = Literal["plain", "wide", "centered"]
 

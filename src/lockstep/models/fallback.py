@@ -134,10 +134,7 @@ class FallbackModel(nn.Module):
     @contextmanager
     def with_windows(self, windows: Sequence[int | None]) -> Iterator[None]:
         """Inside of the block, each layer of attention is given the mask of this window."""
-        from transformers.masking_utils import (
-            create_causal_mask,
-            create_sliding_window_causal_mask,
-        )
+        from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
         base, own = self.inner.base_model, self.windows
         padding: dict[str, Tensor] = {}
@@ -223,10 +220,7 @@ def _mask(index_BL: Tensor) -> Tensor:
 
 
 def load_fallback(
-    directory: str | Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
+    directory: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> FallbackModel:
     """A checkpoint directory of any architecture that transformers has, as a model to train.
 

@@ -22,12 +22,7 @@ from typing import Any
 from zipfile import ZipFile
 
 from lockstep.display import warn
-from lockstep.errors import (
-    CheckpointError,
-    DiskFullError,
-    StorageError,
-    require_package,
-)
+from lockstep.errors import CheckpointError, DiskFullError, StorageError, require_package
 from lockstep.store.checkpoints import sha256_of
 from lockstep.store.files import why_no_directory
 from lockstep.system import available_bytes, try_lock

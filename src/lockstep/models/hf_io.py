@@ -226,11 +226,7 @@ def _is_extra(name: str, config: ModelConfig) -> bool:
 
 
 def decoder_like(
-    model: Decoder,
-    tensors: Mapping[str, Any],
-    *,
-    where: str,
-    dtype: torch.dtype | None = None,
+    model: Decoder, tensors: Mapping[str, Any], *, where: str, dtype: torch.dtype | None = None
 ) -> Decoder:
     """A decoder without gradients, with these weights and the shapes, ops and device of `model`.
 

@@ -104,9 +104,7 @@ def _shipped(architecture: str) -> Path:
 
 
 def train_tokenizer(
-    architecture: str,
-    dialogues: Iterable[Sequence[Message]],
-    renderer: RendererConfig,
+    architecture: str, dialogues: Iterable[Sequence[Message]], renderer: RendererConfig
 ) -> FastTokenizer:
     """Byte-level BPE on the text that `renderer` encodes for `dialogues`."""
     fast = FastTokenizer(models.BPE())

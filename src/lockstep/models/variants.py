@@ -26,10 +26,7 @@ AnyDecoder = TypeVar("AnyDecoder", bound=Decoder)
 
 
 def sharing(
-    model: Decoder,
-    make: Callable[[ModelConfig], AnyDecoder] = Decoder,
-    *,
-    has_adapter: bool = True,
+    model: Decoder, make: Callable[[ModelConfig], AnyDecoder] = Decoder, *, has_adapter: bool = True
 ) -> AnyDecoder:
     """A decoder with the ops and the very parameters of `model`: an update of one is an update of
     both. make: called with the config, on the meta device. has_adapter: False leaves the adapter

@@ -368,14 +368,7 @@ class Ops:
         return (out * self.sigmoid(out)).to(x.dtype)
 
     def delta_rule(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        layer: int,
-        context: Context,
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, layer: int, context: Context
     ) -> Tensor:
         """Gated delta rule (`ops.delta`) of q, k [T, G, K], which it brings to unit length, v [T,
         H, V], log-decays g and strengths beta, each [T, H] -> [T, H, V] in v's dtype. Computed in

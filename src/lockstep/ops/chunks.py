@@ -322,13 +322,7 @@ class StateStep:
 
     @classmethod
     def of(
-        cls,
-        states: States,
-        slots: Indices,
-        starts: Indices,
-        stops: Indices,
-        *,
-        num_rows: int,
+        cls, states: States, slots: Indices, starts: Indices, stops: Indices, *, num_rows: int
     ) -> StateStep:
         """slots, starts, stops: of each sequence and the positions that it feeds; of the first
         `num_rows` one each."""

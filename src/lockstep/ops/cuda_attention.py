@@ -118,9 +118,7 @@ def _merge(highest, total, value, of_split, total_of_split, value_of_split):
     new_share = tl.exp(of_split - shift)
     total = tl.fma(total, old_share, total_of_split * new_share)
     value = tl.fma(
-        value,
-        tl.broadcast_to(old_share[:, None], value.shape),
-        value_of_split * new_share[:, None],
+        value, tl.broadcast_to(old_share[:, None], value.shape), value_of_split * new_share[:, None]
     )
     return new, total, value
 

@@ -361,13 +361,7 @@ def _attend_packed(
 
 
 def _attend_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    rules: Rules,
-    *,
-    begin: int,
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, rules: Rules, *, begin: int
 ) -> tuple[Tensor, Tensor]:
     """q [B, Q, H, D], the queries at positions from `begin` to the end L of rows; k and v
     [B, L', G, D] with L' the next multiple of the key quantum.

@@ -315,11 +315,7 @@ def _own_queries(context: PackedContext) -> Iterator[tuple[Piece, Tensor]]:
 
 
 def attend(
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
-    spec: AttentionSpec,
-    context: PackedContext,
+    q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, spec: AttentionSpec, context: PackedContext
 ) -> tuple[Tensor, Tensor]:
     """(out [T, H, D], L [T, H]: log-sum over keys and sink, float32, or float64 for float64)."""
     layout, wide = layout_of(context, spec.window), sum_dtype(q_THD.dtype)

@@ -31,13 +31,7 @@ import torch.nn.functional as F
 from lockstep.ops import onednn
 from lockstep.ops.base import Ops
 from lockstep.ops.chunks import States, StateStep
-from lockstep.ops.context import (
-    KEY_BLOCK,
-    SPLIT_KEYS,
-    AttentionSpec,
-    PackedContext,
-    PagedContext,
-)
+from lockstep.ops.context import KEY_BLOCK, SPLIT_KEYS, AttentionSpec, PackedContext, PagedContext
 from lockstep.ops.contract import CHUNK, COVERED_DTYPES, Fingerprint
 from lockstep.ops.invariant import InvariantOps, Packing, Rules
 

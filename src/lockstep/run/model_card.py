@@ -125,9 +125,7 @@ def _held_out(run: Run, checkpoint: str) -> dict[str, tuple[float | None, float]
 
 
 def _figures_text(
-    run: Run,
-    rows: Sequence[Mapping[str, Any]],
-    held_out: Mapping[str, tuple[float | None, float]],
+    run: Run, rows: Sequence[Mapping[str, Any]], held_out: Mapping[str, tuple[float | None, float]]
 ) -> str:
     texts, parts = _TEXTS["figures"], list[str]()
     if held_out:

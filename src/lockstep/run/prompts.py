@@ -80,11 +80,7 @@ class FirstPrompts:
 
 
 def prompt_size(
-    renderer: Renderer,
-    messages: Sequence[Message],
-    tools: Sequence[ToolSchema],
-    *,
-    max_tokens: int,
+    renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSchema], *, max_tokens: int
 ) -> int:
     """Tokens of a prompt; a lower bound if the prompt is far too long."""
     try:

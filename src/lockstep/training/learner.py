@@ -28,12 +28,7 @@ from lockstep.training.config import TrainerConfig
 from lockstep.training.expert_load import balance_experts
 from lockstep.training.loss_scale import LossScale
 from lockstep.training.optimizer import Optimizer, freeze, lr_share
-from lockstep.training.packing import (
-    PackedBatch,
-    check_readable,
-    pack,
-    plan_microbatches,
-)
+from lockstep.training.packing import PackedBatch, check_readable, pack, plan_microbatches
 from lockstep.types import Sample
 
 if TYPE_CHECKING:
@@ -228,9 +223,7 @@ class Learner:
         model does not read."""
         model = self.decoder.config
         check_readable(
-            samples,
-            vocab_size=model.vocab_size,
-            max_positions=model.max_positions + num_unread,
+            samples, vocab_size=model.vocab_size, max_positions=model.max_positions + num_unread
         )
         ranks = self.ranks
         rank, num_ranks = (0, 1) if ranks is None else (ranks.data_rank, ranks.data_size)

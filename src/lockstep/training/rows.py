@@ -178,10 +178,7 @@ def _fill(rows: Sequence[NumberedRow], name: str, of_segment: BySegment) -> None
 
 
 def _fill_by_values(
-    rows: Sequence[NumberedRow],
-    trajectories: Sequence[Trajectory],
-    advantage: GAE,
-    critic: Critic,
+    rows: Sequence[NumberedRow], trajectories: Sequence[Trajectory], advantage: GAE, critic: Critic
 ) -> None:
     """Fills `values`, `advantages` and `returns`, by GAE along the path of every rewarded leaf.
 
@@ -242,9 +239,7 @@ def _rewards_along(
 
 
 def _values_at_cuts(
-    paths: Sequence[tuple[int, int, list[int]]],
-    trajectories: Sequence[Trajectory],
-    critic: Critic,
+    paths: Sequence[tuple[int, int, list[int]]], trajectories: Sequence[Trajectory], critic: Critic
 ) -> npt.NDArray[np.float64]:
     """[paths]: the value behind the newest leaf of each truncated trajectory; 0.0 elsewhere."""
     out = np.zeros(len(paths))

@@ -281,10 +281,7 @@ class Trainer(Learner):
             )
         judge = TokenJudge(correction, version=self.version, is_weighed=is_weighed)
         weights_of = loss_weights(
-            rows,
-            aggregate,
-            denominator=denominator,
-            is_kept_only=judge.counts_kept_only,
+            rows, aggregate, denominator=denominator, is_kept_only=judge.counts_kept_only
         )
         num_trained = sum(sample.num_trained for sample in rows)
         backward = partial(self._backward, loss_fn, weights_of, judge, num_trained)

@@ -18,9 +18,7 @@ from playing import all_groups, one_episode, steps_of
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
-from lockstep.agent.loop import (
-    EpisodeSlots,
-)
+from lockstep.agent.loop import EpisodeSlots
 from lockstep.agent.tools import ToolEnvironment, ToolLimits, tool
 from lockstep.errors import EngineError
 from lockstep.renderers.config import HarmonyConfig

@@ -10,12 +10,7 @@ from loopback import LoopbackServer
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.judge import JudgeScorer, grade_in, quoted
 from lockstep.envs.questions import QuestionsConfig
-from lockstep.errors import (
-    ConfigError,
-    JudgeError,
-    ServerRefusedError,
-    ServerUnreachableError,
-)
+from lockstep.errors import ConfigError, JudgeError, ServerRefusedError, ServerUnreachableError
 from lockstep.types import Message, Task
 
 
@@ -119,10 +114,7 @@ def test_failures_that_pass_are_tried_again():
     ids=["words", "range", "text", "nan", "status", "empty", "hang"],
 )
 def test_a_judge_that_fails_fails_the_episode(reply, message):
-    with (
-        JudgeServer(reply) as server,
-        pytest.raises(JudgeError, match=message),
-    ):
+    with JudgeServer(reply) as server, pytest.raises(JudgeError, match=message):
         score(judge(server, timeout_seconds=0.2))
 
 

@@ -143,10 +143,7 @@ def test_a_server_that_dies_within_an_episode_is_started_by_the_next_call():
         ("none", "offers no tool"),
         ("twice", r"'t'.*\b2\b"),
         ("name", r"the tool 'a b\\n<|im_start|>' has a name that calls cannot carry"),
-        (
-            "type",
-            r"#/properties/a/type: 5\b",
-        ),
+        ("type", r"#/properties/a/type: 5\b"),
         ("array", "'object'"),
         ("ref", r"\$ref '#/\$defs/no'"),
         ("far", r"\$ref 'http://h/s'"),

@@ -8,12 +8,7 @@ from playing import all_groups
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.objectives.config import GRPO
-from lockstep.renderers.config import (
-    ChatMLConfig,
-    HarmonyConfig,
-    Llama3Config,
-    MistralConfig,
-)
+from lockstep.renderers.config import ChatMLConfig, HarmonyConfig, Llama3Config, MistralConfig
 from lockstep.renderers.llama3 import LLAMA3_TOKENS
 from lockstep.renderers.mistral import MISTRAL_TOKENS, V7_TOKENS
 from lockstep.renderers.origins import rendered_anew, turns_of
@@ -84,10 +79,7 @@ FORMATS = {
     "chatml": (ChatMLConfig(), BYTES),
     "chatml, thinking=drop": (ChatMLConfig(thinking="drop"), BYTES),
     "llama3": (Llama3Config(), byte_tokenizer_json(control_tokens=LLAMA3_TOKENS)),
-    "mistral": (
-        MistralConfig(),
-        byte_tokenizer_json(control_tokens=(*MISTRAL_TOKENS, *V7_TOKENS)),
-    ),
+    "mistral": (MistralConfig(), byte_tokenizer_json(control_tokens=(*MISTRAL_TOKENS, *V7_TOKENS))),
 }
 
 

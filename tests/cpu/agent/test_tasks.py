@@ -7,13 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.agent.tasks import (
-    GeneratedSource,
-    ListSource,
-    MixtureSource,
-    derive_seed,
-    read_tasks,
-)
+from lockstep.agent.tasks import GeneratedSource, ListSource, MixtureSource, derive_seed, read_tasks
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.store.files import read_jsonl
 from lockstep.types import Task

@@ -13,13 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.agent.environment import Score
-from lockstep.agent.tools import (
-    ToolEnvironment,
-    ToolLimits,
-    ToolRunner,
-    parse_arguments,
-    tool,
-)
+from lockstep.agent.tools import ToolEnvironment, ToolLimits, ToolRunner, parse_arguments, tool
 from lockstep.errors import ConfigError
 from lockstep.types import Message, ToolCall, ToolSchema
 

@@ -9,11 +9,7 @@ from playing import one_episode, steps_of
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score
-from lockstep.agent.loop import (
-    sampling_of,
-    training_sampling,
-    truncation_notice,
-)
+from lockstep.agent.loop import sampling_of, training_sampling, truncation_notice
 from lockstep.engines.base import Capabilities
 from lockstep.engines.registry import check_capabilities
 from lockstep.errors import CapabilityError

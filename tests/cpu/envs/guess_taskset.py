@@ -46,10 +46,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
             reply = await client.post(
                 f"{endpoint}/chat/completions",
                 headers={"Authorization": f"Bearer {secret}"},
-                json={
-                    "model": ctx.model,
-                    "messages": [{"role": "user", "content": data.prompt}],
-                },
+                json={"model": ctx.model, "messages": [{"role": "user", "content": data.prompt}]},
             )
         failed = reply.status_code != 200
         return ProgramResult(exit_code=int(failed), stdout="", stderr=reply.text if failed else "")

@@ -128,10 +128,7 @@ def test_a_search_returns_the_first_facts_with_most_keywords():
     assert texts("Otto", "city") == ["The city of Otto is Oslo."]
     assert texts("Bela") == ["The friend of Bela is Otto.", "The city of Bela is Rome."]
     assert texts("Bela", num_results=9)[2] == "The friend of Otto is Bela."
-    assert texts("Bela", "friend") == [
-        "The friend of Bela is Otto.",
-        "The friend of Otto is Bela.",
-    ]
+    assert texts("Bela", "friend") == ["The friend of Bela is Otto.", "The friend of Otto is Bela."]
     assert texts("bela") == texts() == []
 
 

@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 
 from lockstep.agent.config import AgentConfig
 from lockstep.envs.docsearch.config import DocSearchConfig
-from lockstep.envs.docsearch.folder import (
-    KeywordIndex,
-    Library,
-    cut,
-    is_correct,
-    read_documents,
-)
+from lockstep.envs.docsearch.folder import KeywordIndex, Library, cut, is_correct, read_documents
 from lockstep.errors import DataError
 from lockstep.types import Message, Task, ToolCall
 

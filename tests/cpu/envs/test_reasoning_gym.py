@@ -40,9 +40,7 @@ def test_a_dataset_and_its_settings_are_given_on_the_command_line():
     words = ("task=reasoning-gym", "task.dataset=chain_sum", "task.answer=last_line", *settings)
     task = quickstart_with(*words).task
     assert task == ReasoningGymConfig(
-        dataset="chain_sum",
-        settings={"max_terms": 2, "allow_negation": True},
-        answer="last_line",
+        dataset="chain_sum", settings={"max_terms": 2, "allow_negation": True}, answer="last_line"
     )
     task.check()
 

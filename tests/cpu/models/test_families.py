@@ -7,12 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import CheckpointError
-from lockstep.models.attention_config import (
-    LinearScaling,
-    LinearShape,
-    Llama3Scaling,
-    YarnScaling,
-)
+from lockstep.models.attention_config import LinearScaling, LinearShape, Llama3Scaling, YarnScaling
 from lockstep.models.config import FallbackConfig, ModelConfig
 
 HUB = json.loads(Path(__file__).with_name("hub_configs.json").read_text())

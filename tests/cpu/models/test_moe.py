@@ -122,15 +122,8 @@ def inputs(kind, *, T=23, D=6, E=5, F=4, rank=2, dtype=torch.float64):
     return x, weights, projection(2 * F, D, 10), projection(D, F, 20)
 
 
-ACTIVATIONS = {
-    "swiglu": ops.swiglu,
-    "swiglu_clamped": partial(ops.swiglu, alpha=1.702, limit=1.0),
-}
-ROUTES = {
-    "even": None,
-    "all to two experts": (3, 1),
-    "one expert empty": (0, 1, 2, 4),
-}
+ACTIVATIONS = {"swiglu": ops.swiglu, "swiglu_clamped": partial(ops.swiglu, alpha=1.702, limit=1.0)}
+ROUTES = {"even": None, "all to two experts": (3, 1), "one expert empty": (0, 1, 2, 4)}
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

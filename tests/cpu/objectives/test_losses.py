@@ -13,14 +13,7 @@ from lockstep.correction.layout import Layout
 from lockstep.errors import AlignmentError, ConfigError
 from lockstep.objectives import losses
 from lockstep.objectives.aggregation import aggregate
-from lockstep.objectives.config import (
-    CISPO,
-    DPPO,
-    GSPO,
-    ObjectiveConfig,
-    PPOClip,
-    Reinforce,
-)
+from lockstep.objectives.config import CISPO, DPPO, GSPO, ObjectiveConfig, PPOClip, Reinforce
 from lockstep.objectives.losses import TokenBatch, TokenLoss, make_loss, make_policy_loss
 
 EXAMPLES = settings(max_examples=1000 if PROOF else 25, deadline=None)

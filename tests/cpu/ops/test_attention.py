@@ -11,12 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.ops import packed
 from lockstep.ops.base import Ops
-from lockstep.ops.context import (
-    AttentionSpec,
-    PackedContext,
-    PagedBlock,
-    PagedContext,
-)
+from lockstep.ops.context import AttentionSpec, PackedContext, PagedBlock, PagedContext
 from lockstep.ops.invariant import InvariantOps
 
 ops = Ops()
@@ -93,12 +88,7 @@ def test_the_tempting_shortcut_gets_only_dq_and_dk_wrong():
 
 
 # Rows that begin alike, two levels deep, and one that shares nothing.
-BRANCHES = [
-    np.arange(90),
-    np.r_[0:50, 90:130],
-    np.r_[0:50, 90:100, 130:171],
-    np.r_[171:175],
-]
+BRANCHES = [np.arange(90), np.r_[0:50, 90:130], np.r_[0:50, 90:100, 130:171], np.r_[171:175]]
 
 
 def formula_over_rows(rows, window):
@@ -351,10 +341,6 @@ def test_paged_attention_equals_packed_attention(window):
         order = torch.cat(tokens)
         context = PagedContext(cache[0], cache[1], torch.cat(slots), tuple(blocks), None)
         out[order] = ops.attention(
-            q[order],
-            k[order],
-            v[order],
-            AttentionSpec(sinks, window, 0.3),
-            context,
+            q[order], k[order], v[order], AttentionSpec(sinks, window, 0.3), context
         )
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)

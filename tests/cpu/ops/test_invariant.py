@@ -646,11 +646,7 @@ def test_how_many_queries_attend_together_changes_no_bit(monkeypatch, window):
         monkeypatch.setattr(invariant, "TILE_SCORES", scores)
         found.append(
             InvariantOps().attention(
-                q,
-                k,
-                v,
-                AttentionSpec(sinks, window, 0.25),
-                PackedContext.of([300, 70]),
+                q, k, v, AttentionSpec(sinks, window, 0.25), PackedContext.of([300, 70])
             )
         )
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

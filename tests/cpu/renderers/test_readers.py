@@ -16,12 +16,7 @@ from lockstep.agent.judge import grade_in
 from lockstep.agent.tools import parse_arguments
 from lockstep.envs.math.grading import Form, find_answer
 from lockstep.envs.reasoning_gym.config import extract_answer
-from lockstep.renderers.calls import (
-    read_call,
-    read_call_array,
-    read_call_list,
-    read_whole_call,
-)
+from lockstep.renderers.calls import read_call, read_call_array, read_call_list, read_whole_call
 from lockstep.renderers.chatml import ChatMLRenderer
 from lockstep.renderers.config import ChatMLConfig, JinjaConfig
 from lockstep.renderers.harmony import HarmonyRenderer

@@ -30,10 +30,7 @@ def said(dialect, parameters):
     opening, tags = {
         "qwen": ("<function=find>", "<parameter={}>\n{}\n|</parameter>\n|</function>"),
         "glm": ("find", "\n<arg_key>{}</arg_key>\n<arg_value>{}|</arg_value>|"),
-        "minimax": (
-            '<invoke name="find">',
-            '<parameter name="{}">{}|</parameter>\n|</invoke>',
-        ),
+        "minimax": ('<invoke name="find">', '<parameter name="{}">{}|</parameter>\n|</invoke>'),
     }[dialect]
     written, end, close = tags.split("|")
     body = "".join(

@@ -152,10 +152,7 @@ def test_a_fallback_is_refused_what_only_the_decoder_can_and_all_of_it_is_listed
                  "name one with critic.model",
                  "set trainer.routing_replay=none"):  # fmt: skip
         assert part in str(error.value)
-    with (
-        injected(ShiftedLogprobs()),
-        pytest.raises(ConfigError, match=r"fallback=true.*--fault"),
-    ):
+    with injected(ShiftedLogprobs()), pytest.raises(ConfigError, match=r"fallback=true.*--fault"):
         check()
     with pytest.raises(ConfigError, match=r"fallback=true.*\blora\b"):
         check("lora.rank=4")

@@ -27,12 +27,7 @@ SMALL = (*SHORT, *ONCE, "steps=4", "checkpoint.every=1")
 
 
 def play(path, *settings, resume=False):
-    return train(
-        quickstart_with(*SMALL, *settings),
-        out=path,
-        resume=resume,
-        view="json",
-    )
+    return train(quickstart_with(*SMALL, *settings), out=path, resume=resume, view="json")
 
 
 def rows_of(path):

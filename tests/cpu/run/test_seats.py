@@ -272,8 +272,7 @@ def test_a_frozen_policy_that_is_not_there_is_named_before_a_model_is_loaded(
     with pytest.raises(ConfigError, match="on a GPU the plan of the memory has no room"):
         find_seats(
             resolve(
-                config(),
-                ["device=cuda", "seats.second=frozen", f"seats.second.model={seat.model}"],
+                config(), ["device=cuda", "seats.second=frozen", f"seats.second.model={seat.model}"]
             )
         )
 

@@ -15,10 +15,7 @@ from lockstep.run.train import train, train_side_by_side
 from lockstep.store.run import load_run
 
 SMALL = (*SHORT, "steps=3", "checkpoint.every=1", "contract=true-on-policy", "lora.rank=4")
-OWN = {
-    "a": ("seed=1", "trainer.lr=3e-3"),
-    "b": ("seed=2", "lora.rank=6", "groups_per_step=3"),
-}
+OWN = {"a": ("seed=1", "trainer.lr=3e-3"), "b": ("seed=2", "lora.rank=6", "groups_per_step=3")}
 UNLIKE = ("time/", "engine/", "doctor/")
 """Metrics of when a step was made and beside what, and of a look that an interrupt may cut off."""
 

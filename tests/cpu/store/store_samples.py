@@ -6,15 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from lockstep.types import (
-    Group,
-    Message,
-    Ragged,
-    SamplingParams,
-    Task,
-    ToolCall,
-    Trajectory,
-)
+from lockstep.types import Group, Message, Ragged, SamplingParams, Task, ToolCall, Trajectory
 
 HOSTILE = "</script><b>\u2028 \ud800 \x00 caf\u00e9"
 """Half a surrogate pair, a NUL and markup: what a tool's output may hold."""

@@ -125,8 +125,7 @@ def test_a_tokenizer_of_transformers_is_asked_through_its_template():
             return {"input_ids": [len(m["content"]) for m in conversation]}
 
     assert_incremental(
-        Template(),
-        [{"role": role, "content": "a"} for role in ("user", "assistant") * 2],
+        Template(), [{"role": role, "content": "a"} for role in ("user", "assistant") * 2]
     )
 
 

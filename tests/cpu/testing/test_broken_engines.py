@@ -154,10 +154,7 @@ def test_when_no_replica_is_left_the_run_stops_and_says_why(num, tmp_path):
 
 def test_a_fault_of_a_replica_that_is_not_there_is_refused():
     config = quickstart_with(*QUICK)
-    with (
-        injected(EngineKilled(replica=2)),
-        pytest.raises(ConfigError, match=r"replica=2.*\b2\b"),
-    ):
+    with injected(EngineKilled(replica=2)), pytest.raises(ConfigError, match=r"replica=2.*\b2\b"):
         train(config, out="never")
 
 

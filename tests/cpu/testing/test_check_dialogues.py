@@ -10,12 +10,7 @@ from sentencepiece_tokenizers import sentencepiece_tokenizer
 
 from lockstep.errors import RendererError
 from lockstep.renderers.chatml import ChatMLRenderer
-from lockstep.renderers.config import (
-    ChatMLConfig,
-    HarmonyConfig,
-    Llama3Config,
-    MistralConfig,
-)
+from lockstep.renderers.config import ChatMLConfig, HarmonyConfig, Llama3Config, MistralConfig
 from lockstep.renderers.llama3 import LLAMA3_TOKENS
 from lockstep.renderers.mistral import MISTRAL_TOKENS, V7_TOKENS
 from lockstep.renderers.registry import make_renderer
@@ -30,16 +25,10 @@ MADE = {
     "chatml": (ChatMLConfig(), BYTES),
     "chatml, thinking=drop": (ChatMLConfig(thinking="drop"), BYTES),
     "chatml, variant=qwen2.5": (ChatMLConfig(variant="qwen2.5"), QWEN25),
-    "chatml on sentencepiece": (
-        ChatMLConfig(),
-        SENTENCEPIECE,
-    ),
+    "chatml on sentencepiece": (ChatMLConfig(), SENTENCEPIECE),
     "llama3": (Llama3Config(), byte_tokenizer(control_tokens=LLAMA3_TOKENS)),
     "mistral, v3": (MistralConfig(), byte_tokenizer(control_tokens=MISTRAL_TOKENS)),
-    "mistral, v7": (
-        MistralConfig(),
-        byte_tokenizer(control_tokens=(*MISTRAL_TOKENS, *V7_TOKENS)),
-    ),
+    "mistral, v7": (MistralConfig(), byte_tokenizer(control_tokens=(*MISTRAL_TOKENS, *V7_TOKENS))),
 }
 NUM_DIALOGUES = 1000 if PROOF else 60
 

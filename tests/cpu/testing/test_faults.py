@@ -28,9 +28,7 @@ from lockstep.testing.faults.rows import (
     RetokenizedRows,
     ShiftedLogprobs,
 )
-from lockstep.testing.faults.sides import (
-    KernelNoise,
-)
+from lockstep.testing.faults.sides import KernelNoise
 from lockstep.types import UNKNOWN_EXPERT, Ragged, Sample, frozen_ids
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "docs" / "proof"))
@@ -113,10 +111,7 @@ REFUSED = json.loads(Path(__file__).with_suffix(".json").read_text())
 """[words of the command line, what the error matches]."""
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    REFUSED,
-)
+@pytest.mark.parametrize(("overrides", "message"), REFUSED)
 def test_a_fault_that_cannot_be_is_refused_before_a_model_is_loaded(overrides, message):
     with pytest.raises(ValueError, match=message):
         settings, faults = split_faults(overrides)

@@ -102,10 +102,7 @@ def test_a_refused_request_raises_at_once_and_the_next_one_goes_through(train):
 
 
 def test_a_failed_request_raises_with_its_category_and_the_next_one_goes_through(train):
-    for beta, category, text in [
-        (13, "user", "unlucky"),
-        (14, "server", "ZeroDivisionError"),
-    ]:
+    for beta, category, text in [(13, "user", "unlucky"), (14, "server", "ZeroDivisionError")]:
         with pytest.raises(tinker.RequestFailedError, match=text) as caught:
             train.forward_backward([datum()], "ppo", {"beta": float(beta)}).result()
         assert caught.value.category.value == category

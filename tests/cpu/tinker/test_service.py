@@ -201,10 +201,7 @@ def test_a_model_is_unloaded_after_what_was_asked_before(served, wire):
     model = wire.model()
     step = wire.step(model, 1)[1]
     unload = wire.post("unload_model", model_id=model)[1]
-    assert wire.retrieve(unload["request_id"]) == (
-        200,
-        {"model_id": model, "type": "unload_model"},
-    )
+    assert wire.retrieve(unload["request_id"]) == (200, {"model_id": model, "type": "unload_model"})
     assert wire.retrieve(step["request_id"])[0] == 200
     assert not served.backend.models
     status, found = wire.step(model, 2)

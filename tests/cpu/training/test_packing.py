@@ -8,12 +8,7 @@ from hypothesis import strategies as st
 from tiny_training import make_rows
 
 from lockstep.errors import AlignmentError, ConfigError
-from lockstep.training.packing import (
-    pack,
-    plan_microbatches,
-    shift,
-    split_updates,
-)
+from lockstep.training.packing import pack, plan_microbatches, shift, split_updates
 from lockstep.types import Sample
 
 

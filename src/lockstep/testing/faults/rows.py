@@ -14,14 +14,7 @@ from lockstep.config import at_least
 from lockstep.renderers.base import Renderer
 from lockstep.run.hooks import LogProbs
 from lockstep.testing.faults.base import RowFault, is_chosen
-from lockstep.types import (
-    UNKNOWN_EXPERT,
-    Float32Array,
-    Int64Array,
-    Ragged,
-    Sample,
-    frozen_ids,
-)
+from lockstep.types import UNKNOWN_EXPERT, Float32Array, Int64Array, Ragged, Sample, frozen_ids
 
 FILLER = 0.0
 """Log-prob of a token whose own is lost: the value of an array of zeros."""

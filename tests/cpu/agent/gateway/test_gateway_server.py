@@ -539,10 +539,7 @@ def test_each_request_is_a_line_of_the_log_without_what_was_said(tmp_path):
 
 def test_a_log_that_cannot_be_written_is_said_before_the_server_starts(tmp_path):
     config = GatewayConfig(log=str(tmp_path / "none" / "requests.jsonl"))
-    with (
-        pytest.raises(ConfigError, match=r"gateway\.log="),
-        Gateway(script, config=config),
-    ):
+    with pytest.raises(ConfigError, match=r"gateway\.log="), Gateway(script, config=config):
         pass
 
 
