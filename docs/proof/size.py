@@ -23,7 +23,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 CEILINGS = {
     "nouns: types, errors, config": 1_911,
     "tinker": 3_656,
-    "run": 4_877,
+    "run": 4_878,
     "renderers": 3_213,
     "models and ops": 8_456,
     "engines, sync, launch": 9_139,

@@ -139,7 +139,8 @@ class SignalConfig(Checked):
 class ModelChoice(Checked):
     """The model and how it is run: settings that every kind of run has."""
 
-    CONFLICTS: ClassVar = CONFLICTS["any"]
+    EXCLUSIVE: ClassVar = CONFLICTS["any"]
+    """Settings that exclude each other: `lockstep.config.conflicts_in`."""
 
     name: str = "run"
     """Names the run directory: runs/NAME-TIMESTAMP."""
@@ -196,6 +197,7 @@ class ModelChoice(Checked):
         super().__post_init__()
         is_name = bool(self.name) and "/" not in self.name
         require(self, name=(is_name, "usable as part of a directory name"))
+        check_conflicts(self, self.EXCLUSIVE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +219,7 @@ class _SampledModel(ModelChoice):
 class Config(_SampledModel):
     """One training run."""
 
-    CONFLICTS: ClassVar = CONFLICTS["any"] | CONFLICTS["run"]
+    EXCLUSIVE: ClassVar = CONFLICTS["any"] | CONFLICTS["run"]
 
     steps: Annotated[int, Interval(f"[1, {MAX_STEPS}]")] = 100
     """Training steps."""
@@ -361,7 +363,7 @@ class Config(_SampledModel):
 class SupervisedConfig(ModelChoice):
     """One supervised run: `lockstep sft`."""
 
-    CONFLICTS: ClassVar = CONFLICTS["any"] | CONFLICTS["supervised"]
+    EXCLUSIVE: ClassVar = CONFLICTS["any"] | CONFLICTS["supervised"]
 
     sft: SFTConfig = field(default_factory=SFTConfig)
     """The file of dialogues, and how it is trained on."""
