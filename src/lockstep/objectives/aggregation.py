@@ -13,7 +13,7 @@ import torch
 from lockstep.correction.arrays import takes_arrays
 from lockstep.correction.layout import Layout
 from lockstep.errors import ConfigError
-from lockstep.objectives.config import Aggregate
+from lockstep.objectives.config import AGGREGATES, Aggregate, is_aggregate
 
 Tensor = torch.Tensor
 
@@ -36,6 +36,8 @@ def token_weights(
     >>> token_weights(Layout.packed([1, 2]), "sequence_mean").tolist()
     [0.5, 0.25, 0.25]
     """
+    if not is_aggregate(how):
+        raise ConfigError(f"aggregate={how!r} must be {AGGREGATES}.")
     if isinstance(denominator, int | float) and not denominator > 0:
         raise ConfigError(
             f"denominator={denominator} must be above 0: it is the number of tokens (token_mean) "

@@ -10,6 +10,7 @@ from lockstep.config import Checked, Interval, at_least, require
 from lockstep.errors import ConfigError
 
 Aggregate = int | Literal["token_mean", "sequence_mean"]
+AGGREGATES = "token_mean, sequence_mean, or tokens above 0"
 KLEstimator = Literal["k2", "k3", "unbiased"]
 Divergence = Literal["tv", "kl"]
 KLOrder = Literal["reverse", "forward"]
@@ -18,6 +19,11 @@ Compare = Literal["episode", "turn", "path", "observation"]
 ProcessRewards = Literal["added", "turn", "group", "return"]
 
 USUAL_DIVERGENCE: dict[Divergence, float] = {"tv": 0.2, "kl": 0.05}
+
+
+def is_aggregate(how: object) -> bool:
+    """True for one of `AGGREGATES`."""
+    return how in ("token_mean", "sequence_mean") or (isinstance(how, int | float) and how > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +64,7 @@ class ObjectiveConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_divisor = isinstance(self.aggregate, str) or self.aggregate > 0
-        require(self, aggregate=(is_divisor, "token_mean, sequence_mean, or tokens above 0"))
+        require(self, aggregate=(is_aggregate(self.aggregate), AGGREGATES))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,5 +70,8 @@ def test_bad_input_is_refused_with_what_was_found():
     layout = Layout.packed([2])
     with pytest.raises(AlignmentError, match=r"\[2\].*token_loss \[3\]"):
         aggregate(torch.zeros(3), layout)
+    for how in (0, -4, float("nan"), "fixed_length"):
+        with pytest.raises(ConfigError, match=rf"aggregate={how!r}"):
+            aggregate(torch.zeros(2), layout, how=how)
     with pytest.raises(ConfigError, match=r"denominator=0.*\b0\b"):
         aggregate(torch.zeros(2), layout, denominator=0)
