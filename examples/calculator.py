@@ -7,15 +7,8 @@ import json
 import random
 import re
 
-SCHEMA = {
-    "name": "calculator",
-    "description": "Computes an expression of whole numbers.",
-    "parameters": {
-        "type": "object",
-        "properties": {"expression": {"type": "string", "description": "for example 12 * 34 - 5"}},
-        "required": ["expression"],
-    },
-}
+from lockstep.agent.tools import tool
+
 PROBLEMS = {
     "What is {a} plus {b}?": "{a} + {b}",
     "What is {a} minus {b}?": "{a} - {b}",
@@ -33,7 +26,8 @@ PROBLEMS = {
 def calculator(expression: str) -> str:
     """Computes an expression of whole numbers.
 
-    expression: for example 12 * 34 - 5
+    Args:
+        expression: for example 12 * 34 - 5
     """
     if not re.fullmatch(r"\s*\d{1,9}(\s*[-+*]\s*\d{1,9}){0,9}\s*", expression):
         return "error: use whole numbers with + - *"  # eval is for nothing else
@@ -62,6 +56,8 @@ def demonstration(draw: random.Random) -> dict[str, object]:
     question, expression = problem(draw)
     arguments, result = json.dumps({"expression": expression}), calculator(expression)
     function = {"name": "calculator", "arguments": arguments}
+    shown = tool(calculator)  # demonstrations show the tool in the words of training
+    schema = {"name": shown.name, "description": shown.description, "parameters": shown.parameters}
     return {
         "messages": [
             {"role": "user", "content": question},
@@ -73,7 +69,7 @@ def demonstration(draw: random.Random) -> dict[str, object]:
             {"role": "tool", "tool_call_id": "1", "content": result},
             {"role": "assistant", "content": result},
         ],
-        "tools": [{"type": "function", "function": SCHEMA}],
+        "tools": [{"type": "function", "function": schema}],
     }
 
 

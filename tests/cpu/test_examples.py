@@ -111,6 +111,8 @@ def test_the_calculator_answers_its_tasks_and_demonstrates_right_calls(tmp_path,
         *_, asking, result, answer = row["messages"]
         arguments = json.loads(asking["tool_calls"][0]["function"]["arguments"])
         assert answer["content"] == result["content"] == module.calculator(**arguments)
+        shown = row["tools"][0]["function"]["parameters"]["properties"]["expression"]
+        assert shown == {"type": "string", "description": "for example 12 * 34 - 5"}
     episode = Episode(task=tasks[0], messages=[], answer=f" {tasks[0]['answer']}\n")
     assert module.reward(episode) == 1.0
     assert module.reward(Episode(task=tasks[0], messages=[], answer="It is 7")) == 0.0
