@@ -176,11 +176,10 @@ KINDS: dict[str, Kind] = {}
 
 
 def kind(instruction_id: str) -> Callable[[Check], Check]:
-    """Makes the function below it the check of a kind. Its docstring is the sentence that asks for
-    the instruction."""
+    """Makes the function below it the check of a kind. checkers.toml has the kind's sentence."""
 
     def add(check: Check) -> Check:
-        KINDS[instruction_id] = Kind(check, " ".join((check.__doc__ or "").split()))
+        KINDS[instruction_id] = Kind(check, _TABLES["sentences"][instruction_id])
         return check
 
     return add
@@ -324,20 +323,17 @@ def _holds(found: int, relation: str, bound: int) -> bool:
 
 @kind("keywords:existence")
 def _existence(text: str, given: Given) -> bool:
-    """Include these keywords: {keywords}."""
     return all(re.search(re.escape(w), text, re.IGNORECASE) for w in given["keywords"])
 
 
 @kind("keywords:frequency")
 def _frequency(text: str, given: Given) -> bool:
-    """Use the word '{keyword}' {relation} {frequency} times."""
     found = re.findall(re.escape(given["keyword"]), text, re.IGNORECASE)
     return _holds(len(found), given["relation"], given["frequency"])
 
 
 @kind("keywords:forbidden_words")
 def _no_forbidden_words(text: str, given: Given) -> bool:
-    """Do not use these words: {forbidden_words}."""
     return not any(
         re.search(rf"(?<!\w){re.escape(w)}(?!\w)", text, re.IGNORECASE)
         for w in given["forbidden_words"]
@@ -346,7 +342,6 @@ def _no_forbidden_words(text: str, given: Given) -> bool:
 
 @kind("keywords:letter_frequency")
 def _letter_frequency(text: str, given: Given) -> bool:
-    """The letter '{letter}' should appear {let_relation} {let_frequency} times."""
     found = text.lower().count(given["letter"])
     return _holds(found, given["let_relation"], given["let_frequency"])
 
@@ -364,7 +359,6 @@ def _is_in(language: str, text: str, detector: Detector) -> bool:
 
 @kind("language:response_language")
 def _response_language(text: str, given: Given) -> bool:
-    """Write the entire response in {language}, and in no other language."""
     return _is_in(given["language"], text, given["detector"])
 
 
@@ -373,13 +367,11 @@ def _response_language(text: str, given: Given) -> bool:
 
 @kind("length_constraints:number_sentences")
 def _number_sentences(text: str, given: Given) -> bool:
-    """Write {relation} {num_sentences} sentences."""
     return _holds(len(sentences(text)), given["relation"], given["num_sentences"])
 
 
 @kind("length_constraints:number_paragraphs")
 def _number_paragraphs(text: str, given: Given) -> bool:
-    """Write {num_paragraphs} paragraphs, separated by the markdown divider: ***"""
     paragraphs = text.split("***")
     inner = paragraphs[1:-1]
     if not all(paragraph.strip() for paragraph in inner):
@@ -390,7 +382,6 @@ def _number_paragraphs(text: str, given: Given) -> bool:
 
 @kind("length_constraints:number_words")
 def _number_words(text: str, given: Given) -> bool:
-    """Write {relation} {num_words} words."""
     return _holds(count_words(text), given["relation"], given["num_words"])
 
 
@@ -399,8 +390,6 @@ _FIRST_WORD_ENDS = re.compile(r"[.,?!'\"]")
 
 @kind("length_constraints:nth_paragraph_first_word")
 def _nth_paragraph_first_word(text: str, given: Given) -> bool:
-    """Write {num_paragraphs} paragraphs, separated by an empty line and nothing else. Begin
-    paragraph {nth_paragraph} with the word '{first_word}'."""
     paragraphs = text.split("\n\n")
     num_paragraphs = sum(bool(p.strip()) for p in paragraphs)
     nth = given["nth_paragraph"]
@@ -418,14 +407,12 @@ def _nth_paragraph_first_word(text: str, given: Given) -> bool:
 
 @kind("detectable_content:number_placeholders")
 def _number_placeholders(text: str, given: Given) -> bool:
-    """Use at least {num_placeholders} placeholders in square brackets, such as [address]."""
     found = re.findall(r"\[[^\n\[\]]*\]", text)
     return len(found) >= given["num_placeholders"]
 
 
 @kind("detectable_content:postscript")
 def _postscript(text: str, given: Given) -> bool:
-    """At the end, add a postscript that begins with {postscript_marker}"""
     text, marker = text.lower(), given["postscript_marker"]
     if marker == "P.P.S":
         return re.search(r"p\.\s?p\.\s?s", text) is not None
@@ -436,7 +423,6 @@ def _postscript(text: str, given: Given) -> bool:
 
 @kind("detectable_format:number_bullet_lists")
 def _number_bullet_lists(text: str, given: Given) -> bool:
-    """Write exactly {num_bullets} markdown bullet points, such as: * This is a point."""
     lines = [line.lstrip() for line in text.split("\n")]
     found = sum(line.startswith("-") for line in lines)
     at = 0
@@ -453,13 +439,11 @@ def _number_bullet_lists(text: str, given: Given) -> bool:
 
 @kind("detectable_format:constrained_response")
 def _constrained_response(text: str, _: Given) -> bool:
-    """Answer with one of these: My answer is yes. My answer is no. My answer is maybe."""
     return any(option in text for option in OPTIONS)
 
 
 @kind("detectable_format:number_highlighted_sections")
 def _number_highlighted_sections(text: str, given: Given) -> bool:
-    """Highlight at least {num_highlights} sections with markdown, such as *this one*."""
     found = sum(bool(h.strip("*").strip()) for h in re.findall(r"\*[^\n*]*\*", text))
     found += sum(bool(h[2:-2].strip()) for h in re.findall(r"\*\*[^\n*]*\*\*", text))
     return found >= given["num_highlights"]
@@ -467,7 +451,6 @@ def _number_highlighted_sections(text: str, given: Given) -> bool:
 
 @kind("detectable_format:multiple_sections")
 def _multiple_sections(text: str, given: Given) -> bool:
-    """Write {num_sections} sections, each begun with its number, such as {section_spliter} 1."""
     found = re.findall(rf"{re.escape(given['section_spliter'])}\s?\d+", text)
     return len(found) >= given["num_sections"]
 
@@ -477,7 +460,6 @@ _FENCES = ("```json", "```Json", "```JSON", "```")
 
 @kind("detectable_format:json_format")
 def _json_format(text: str, _: Given) -> bool:
-    """Write the entire response as JSON; markdown ticks are allowed."""
     text = text.strip()
     for fence in _FENCES:
         text = text.removeprefix(fence)
@@ -490,7 +472,6 @@ def _json_format(text: str, _: Given) -> bool:
 
 @kind("detectable_format:title")
 def _title(text: str, _: Given) -> bool:
-    """Give a title in double angular brackets, such as <<poem of joy>>."""
     for line in text.split("\n"):
         begin, end = line.find("<<"), line.rfind(">>")
         if 0 <= begin < end - 2 and line[begin : end + 2].lstrip("<").rstrip(">").strip():
@@ -503,7 +484,6 @@ def _title(text: str, _: Given) -> bool:
 
 @kind("combination:two_responses")
 def _two_responses(text: str, _: Given) -> bool:
-    """Give two different responses, separated by six asterisks: ******"""
     parts = [part.strip() for part in text.split("******")]
     if not all(parts[1:-1]):
         return False
@@ -513,19 +493,16 @@ def _two_responses(text: str, _: Given) -> bool:
 
 @kind("combination:repeat_prompt")
 def _repeat_prompt(text: str, given: Given) -> bool:
-    """First repeat this request word for word, then answer: {prompt_to_repeat}"""
     return text.strip().lower().startswith(given["prompt_to_repeat"].lower())
 
 
 @kind("startend:end_checker")
 def _end_checker(text: str, given: Given) -> bool:
-    """End with exactly this phrase, and nothing after it: {end_phrase}"""
     return text.strip().strip('"').lower().endswith(given["end_phrase"].lower())
 
 
 @kind("startend:quotation")
 def _quotation(text: str, _: Given) -> bool:
-    """Wrap the entire response in double quotation marks."""
     text = text.strip()
     return len(text) > 1 and text[0] == text[-1] == '"'
 
@@ -535,26 +512,22 @@ def _quotation(text: str, _: Given) -> bool:
 
 @kind("change_case:capital_word_frequency")
 def _capital_word_frequency(text: str, given: Given) -> bool:
-    """Words in capital letters should appear {capital_relation} {capital_frequency} times."""
     found = count_capital_words(text)
     return _holds(found, given["capital_relation"], given["capital_frequency"])
 
 
 @kind("change_case:english_capital")
 def _english_capital(text: str, given: Given) -> bool:
-    """Write in English and in capital letters only."""
     return text.isupper() and _is_in("en", text, given["detector"])
 
 
 @kind("change_case:english_lowercase")
 def _english_lowercase(text: str, given: Given) -> bool:
-    """Write in English and in lowercase letters only."""
     return text.islower() and _is_in("en", text, given["detector"])
 
 
 @kind("punctuation:no_comma")
 def _no_comma(text: str, _: Given) -> bool:
-    """Use no commas."""
     return "," not in text
 
 
