@@ -17,7 +17,8 @@ computes no log-probs while it samples.
 
 TRL comes from the folder that `make test-trainers` fills, or from --packages DIR. --trl takes
 fields of its GRPOConfig, to try other settings of the peer. --set takes settings of both sides,
-such as group_size=2, or lora=null to train all weights.
+such as group_size=2, lora=null to train all weights, or the tool and tasks of
+examples/calculator.py, for a model that was taught its demonstrations (docs/tasks.md).
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ HOW = (
     "by step in turn; TRL with transformers generate, the fastest of its settings that were tried"
 )
 SUMS_HOW = (
-    "median seconds per step (sample sums without tools, score, update an adapter of rank 16 or, "
-    "with lora=null, all weights), one thread each, in turn; TRL with PEFT, transformers generate"
+    "median seconds per step (sample, score, update an adapter of rank 16 or, with lora=null, all "
+    "weights), one thread each, in turn; TRL with PEFT, transformers generate"
 )
 
 

@@ -1,5 +1,6 @@
-"""The peer's side of step_vs_trl.py: TRL's GRPOTrainer on our model, task and batch: with tools for
-the recipe quickstart, with PEFT's LoRA for the recipe custom, whose tasks have no tools here.
+"""The peer's side of step_vs_trl.py: TRL's GRPOTrainer on our model, task and batch, for the
+recipes quickstart and custom, the second with PEFT's LoRA. Tools of custom are for a ChatML model
+whose template takes none: both sides show them in the system message, in our renderer's words.
 
 Run by that benchmark in TRL's own virtual environment, with this checkout on PYTHONPATH:
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import time
 import tomllib
@@ -57,6 +59,7 @@ FORMATS: dict[str, dict[str, Any]] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text().replace("INVALID_CALL", INVALID_CALL)
 )
 SETTINGS = FORMATS.pop("settings")
+MESSAGE = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
 
 
 class SearchWorld:
@@ -102,25 +105,27 @@ class Judge:
             world.play.num_invalid_calls = sum(r.startswith("{'error'") for r in replies)
             # The last turn is read by our parser, so that both sides take the same turns for an
             # answer; a call that TRL's limit left unanswered is made, as our last one is.
-            await world.play.step(self.renderer.parse(self._last_turn(ids)))
+            await world.play.step(self.renderer.parse(last_turn(ids, self.opening_ids)))
             rewards.append((await world.play.score()).reward)
         return rewards
 
-    def _last_turn(self, ids: list[int]) -> list[int]:
-        size = len(self.opening_ids)
-        for at in range(len(ids) - size, -1, -1):
-            if ids[at : at + size] == self.opening_ids:
-                return ids[at + size :]
-        return ids
+
+def last_turn(ids: list[int], opening_ids: list[int]) -> list[int]:
+    """The tokens after the last opening of a turn."""
+    size = len(opening_ids)
+    for at in range(len(ids) - size, -1, -1):
+        if ids[at : at + size] == opening_ids:
+            return ids[at + size :]
+    return ids
 
 
 class AnswerJudge:
-    """TRL's reward function for tasks without tools: our environment's own score of the reply."""
+    """TRL's reward function for the user's tasks: our environment's own score of the last reply."""
 
     __name__ = "answer"
 
-    def __init__(self, config: Config, renderer: Renderer) -> None:
-        self.config, self.renderer = config, renderer
+    def __init__(self, config: Config, renderer: Renderer, opening_ids: list[int]) -> None:
+        self.config, self.renderer, self.opening_ids = config, renderer, opening_ids
 
     async def __call__(
         self, *, completion_ids: list[list[int]], task_id: list[str], payload: list[str], **_: Any
@@ -131,7 +136,7 @@ class AnswerJudge:
             play: Environment = self.config.task.environment(task, self.config.agent)
             await play.reset()
             if ids and ids[-1] in self.renderer.stop_ids:  # else its limit cut it off
-                await play.step(self.renderer.parse(ids))
+                await play.step(self.renderer.parse(last_turn(ids, self.opening_ids)))
             rewards.append((await play.score()).reward)
         return rewards
 
@@ -160,14 +165,10 @@ class Clock(TrainerCallback):
             print(json.dumps(step), flush=True)
 
 
-def check_format(tokenizer: Any, renderer: Renderer) -> None:
-    """Both sides write a dialogue in the same way."""
-    first = [
-        Message(role="developer", content="Search, then answer."),
-        Message(role="user", content="What is the city of Bela?"),
-    ]
-    arguments = '{"keywords": ["Bela", "city"]}'
-    name = "get_document_chunks"
+def check_format(
+    tokenizer: Any, renderer: Renderer, first: Sequence[Message], name: str, arguments: str
+) -> None:
+    """Both sides write a dialogue with a call in the same way."""
     call = Message(role="assistant", tool_calls=(ToolCall(name=name, arguments=arguments),))
     called = renderer.render_reply(call)
     replies = ("The city of Bela is Oslo.", INVALID_CALL)
@@ -176,11 +177,15 @@ def check_format(tokenizer: Any, renderer: Renderer) -> None:
         ours += renderer.extend(called, [Message(role="tool", name=name, content=text)])
         function = {"name": name, "arguments": json.loads(arguments)}
         messages = [
-            *({"role": m.role, "content": m.content} for m in first),
+            *as_dicts(first),
             {"role": "assistant", "content": "", "tool_calls": [{"function": function}]},
             {"role": "tool", "name": name, "content": content},
         ]
         check_ids(tokenizer, ours, messages)
+
+
+def as_dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [{"role": m.role, "content": m.content} for m in messages]
 
 
 def check_ids(tokenizer: Any, ours: list[int], messages: list[dict[str, Any]]) -> None:
@@ -216,11 +221,7 @@ def rows_of(config: Config, opening: Callable[[Task], Sequence[Message]]) -> lis
     """A row for each task of the run."""
     num_tasks = config.steps * config.groups_per_step
     return [
-        {
-            "prompt": [{"role": m.role, "content": m.content} for m in opening(task)],
-            "task_id": task.id,
-            "payload": json.dumps(task.payload),
-        }
+        {"prompt": as_dicts(opening(task)), "task_id": task.id, "payload": json.dumps(task.payload)}
         for task in islice(config.task.tasks(split="train", seed=config.seed), num_tasks)
     ]
 
@@ -232,17 +233,45 @@ def load(directory: Path, tokenizer: Any, end_ids: list[int], **kinds: str) -> A
     return model
 
 
+def turns(config: Config, tokenizer: Any, rows: list[dict[str, Any]], most: int) -> dict[str, Any]:
+    """TRL's limits of an episode with tools. One generation comes before its first iteration."""
+    longest = max(
+        len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"])
+        for row in rows
+    )
+    return {
+        "max_completion_length": config.max_tokens - longest,
+        "generation_kwargs": {"max_new_tokens": config.agent.max_turn_tokens},
+        "max_tool_calling_iterations": most - 1,
+    }
+
+
 def own_parts(config: Config) -> dict[str, Any]:
-    """Parts of TRL's trainer for tasks without tools, and a pretrained model with an adapter."""
+    """Parts of TRL's trainer for the user's tasks and a pretrained model, with an adapter."""
     from peft import LoraConfig
 
     model_files = read_model_files(config)
     renderer, lora = model_files.renderer, model_files.lora
     tokenizer: Any = AutoTokenizer.from_pretrained(model_files.directory)
-    rows = rows_of(config, config.task.opening)
+    form, agent, tools = FORMATS["chatml"], config.agent, config.task.functions
+    settings: dict[str, Any] = {"max_completion_length": agent.max_turn_tokens}
+    opening = config.task.opening
+    if tools:
+        tokenizer.chat_template = form["chat_template"].replace("user\n<tool_", "tool\n<tool_")
+        tokenizer.response_template = form["response_template"]
+
+        def opening(task: Task) -> list[Message]:
+            text = tokenizer.decode(renderer.render(config.task.opening(task), tools))
+            return [Message(role=each[1], content=each[2]) for each in MESSAGE.finditer(text)]
+
+        first = opening(next(iter(config.task.tasks(split="train", seed=config.seed))))
+        check_format(tokenizer, renderer, first, tools[0].name, '{"expression": "1 + 2"}')
+    rows = rows_of(config, opening)
     for row in rows[:8]:
         ours = renderer.render([Message(**message) for message in row["prompt"]])
         check_ids(tokenizer, ours, row["prompt"])
+    if tools:
+        settings = turns(config, tokenizer, rows, agent.max_turns)
     adapter = {} if lora is None else {
         "peft_config": LoraConfig(
             r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, task_type="CAUSAL_LM",
@@ -250,13 +279,15 @@ def own_parts(config: Config) -> dict[str, Any]:
         )
     }  # fmt: skip
     end_ids = list(renderer.stop_ids)
+    opening_ids = tokenizer.encode(form["opening"], add_special_tokens=False)
     return {
-        "settings": {"max_completion_length": config.agent.max_turn_tokens},
+        "settings": settings,
         "model": load(model_files.directory, tokenizer, end_ids, attn_implementation="sdpa"),
-        "reward_funcs": AnswerJudge(config, renderer),
+        "reward_funcs": AnswerJudge(config, renderer, opening_ids),
         # A fingerprint of its own: datasets 5.2 cannot pickle some builds of pyarrow for one.
-        "train_dataset": Dataset(InMemoryTable.from_pylist(rows), fingerprint="sums"),
+        "train_dataset": Dataset(InMemoryTable.from_pylist(rows), fingerprint="own"),
         "processing_class": tokenizer,
+        "tools": [each.function for each in tools] or None,
         **adapter,
     }
 
@@ -273,13 +304,15 @@ def search_parts(config: Config) -> dict[str, Any]:
     )
     tokenizer.chat_template = form["chat_template"]
     tokenizer.response_template = form["response_template"]
-    check_format(tokenizer, renderer)
+    first = [
+        Message(role="developer", content="Search, then answer."),
+        Message(role="user", content="What is the city of Bela?"),
+    ]
+    check_format(
+        tokenizer, renderer, first, "get_document_chunks", '{"keywords": ["Bela", "city"]}'
+    )
     SearchWorld.config = config
     rows = rows_of(config, lambda one: task.asked(one.payload["question"]))
-    longest_prompt = max(
-        len(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"])
-        for row in rows
-    )
     # The fastest choice for these models on a CPU: sinks have no sdpa, and grouped or batched
     # experts cost more than the loop over four small ones. A static cache and eager attention for
     # the dense model make no difference; TRL's continuous batching ends no step in a minute there.
@@ -289,12 +322,7 @@ def search_parts(config: Config) -> dict[str, Any]:
     end_ids = tokenizer.convert_tokens_to_ids(form["stop"])
     opening_ids = tokenizer.encode(form["opening"], add_special_tokens=False)
     return {
-        "settings": {
-            "max_completion_length": config.max_tokens - longest_prompt,
-            "generation_kwargs": {"max_new_tokens": config.agent.max_turn_tokens},
-            # One generation comes before the first tool call: one turn more than iterations.
-            "max_tool_calling_iterations": task.max_calls - 1,
-        },
+        "settings": turns(config, tokenizer, rows, task.max_calls),
         "model": load(model_files.directory, tokenizer, end_ids, **kinds),
         "reward_funcs": Judge(renderer, opening_ids),
         "train_dataset": Dataset(InMemoryTable.from_pylist(rows), fingerprint="search"),
