@@ -53,6 +53,13 @@ class ObjectiveConfig(Checked):
     KL(reference || policy). k1 is no choice: as a loss its mean gradient is 0."""
 
     @property
+    def is_silent_at_zero(self) -> bool:
+        """True if a token whose advantage is 0 has no gradient: a loss of this module, which is a
+        multiple of the advantage, without a bonus or a penalty beside it."""
+        is_multiple = type(self) in (PPOClip, GSPO, CISPO, DPPO, Reinforce)
+        return is_multiple and not self.entropy_coef and not self.kl_coef
+
+    @property
     def reads_old_logprobs(self) -> bool:
         """True if the loss or its regularizer reads the column `old_logprobs`."""
         return self.has_ratio or (self.kl_coef > 0 and self.kl_estimator == "unbiased")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -218,9 +218,10 @@ class Learner:
         *,
         routes: Sequence[npt.NDArray[np.int16]] | None = None,
         num_unread: int = 0,
+        apart: Collection[int] = (),
     ) -> Iterator[PackedBatch]:
         """routes: experts to replay, per sample. num_unread: tokens at each row's end that the
-        model does not read."""
+        model does not read. apart: see `plan_microbatches`."""
         model = self.decoder.config
         check_readable(
             samples, vocab_size=model.vocab_size, max_positions=model.max_positions + num_unread
@@ -228,7 +229,9 @@ class Learner:
         ranks = self.ranks
         rank, num_ranks = (0, 1) if ranks is None else (ranks.data_rank, ranks.data_size)
         max_tokens = self.config.max_tokens_per_microbatch + num_unread
-        plan = plan_microbatches(samples, max_tokens, routes=routes, num_ranks=num_ranks)
+        plan = plan_microbatches(
+            samples, max_tokens, routes=routes, num_ranks=num_ranks, apart=apart
+        )
         return pack(
             samples, plan, device=self.device, routes=routes, rank=rank, num_ranks=num_ranks
         )

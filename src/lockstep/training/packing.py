@@ -7,7 +7,7 @@ The shift from "position t" to "predicts token t + 1" happens here, in `shift`, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -138,10 +138,12 @@ def plan_microbatches(
     *,
     routes: Sequence[npt.NDArray[np.int16]] | None = None,
     num_ranks: int = 1,
+    apart: Collection[int] = (),
 ) -> list[list[int]]:
     """The rows of each micro-batch: every row with something to train, once. See `plan_forest`.
 
-    routes: as for `pack`. Raises ConfigError naming the row that is longer than `max_tokens`.
+    routes: as for `pack`. apart: rows that share no micro-batch with others. Raises ConfigError
+    naming the row that is longer than `max_tokens`.
     """
     rows: dict[int, npt.NDArray[np.int32]] = {}
     for i, sample in enumerate(samples):
@@ -154,14 +156,18 @@ def plan_microbatches(
                 f"at least {len(sample)}, or lower the tokens of an episode."
             )
         rows[i] = _inputs(sample)
-    parts = plan_forest(
-        rows,
-        {i: samples[i].num_trained for i in rows},
-        max_tokens,
-        routes=None if routes is None else {i: routes[i][: len(ids)] for i, ids in rows.items()},
-        num_ranks=num_ranks,
-    )
-    return [part.rows for part in parts]
+    plan: list[list[int]] = []
+    for is_apart in (False, True):
+        chosen = {i: ids for i, ids in rows.items() if (i in apart) == is_apart}
+        parts = plan_forest(
+            chosen,
+            {i: samples[i].num_trained for i in chosen},
+            max_tokens,
+            routes=None if routes is None else {i: routes[i][: len(chosen[i])] for i in chosen},
+            num_ranks=num_ranks,
+        )
+        plan += [part.rows for part in parts]
+    return plan
 
 
 def count_inputs(samples: Sequence[Sample]) -> tuple[int, int]:

@@ -11,11 +11,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -255,6 +255,7 @@ class Trainer(Learner):
         denominator: float | None = None,
         correction: Correction | None = None,
         column: str | None = None,
+        skips_silent: bool = False,
     ) -> Metrics:
         """Adds the gradient of the loss over `samples` to what the next `optim_step` applies.
 
@@ -268,6 +269,7 @@ class Trainer(Learner):
         ConfigError for a correction that must see the whole batch first.
         column: the samples keep this forward's log-probs under this name. The mismatch is measured
         in this forward if they are kept or the rows are not `Weighed`.
+        skips_silent: rows whose advantages are all 0 have no gradient, so they get no backward.
         """
         if is_weighed := isinstance(samples, Weighed):
             rows, correction = samples.rows, samples.correction
@@ -284,10 +286,13 @@ class Trainer(Learner):
             rows, aggregate, denominator=denominator, is_kept_only=judge.counts_kept_only
         )
         num_trained = sum(sample.num_trained for sample in rows)
-        backward = partial(self._backward, loss_fn, weights_of, judge, num_trained)
+        silent = {i for i, sample in enumerate(rows) if skips_silent and _is_silent(sample.columns)}
+        skips_silent &= len(silent) < len(rows)  # else there would be no gradient at all
+        backward = partial(self._backward, loss_fn, weights_of, judge, num_trained, skips_silent)
         self._passes.append((rows, backward))
         totals = Totals(self.device, num_experts=self.model.config.num_experts)
-        trained = [backward(batch, totals) for batch in self.pack(rows)]
+        packed = self._pack(rows, routes=self._routes(rows, is_training=True), apart=silent)
+        trained = [backward(batch, totals) for batch in packed]
         # Nothing above waits for the device, so it computes while the host continues.
         logprobs = [(part.batch, part.logprobs.cpu()) for part in trained]
         self._check_contract(rows, logprobs)
@@ -407,7 +412,8 @@ class Trainer(Learner):
         is_scored: the rows have the column `logprobs`. Otherwise the first update fills it, and
         the rows of later updates get none: their policy is not the sampler's.
         """
-        num_updates = self.config.updates_per_batch
+        num_updates, aux_coef = self.config.updates_per_batch, self.config.router_aux_loss_coef
+        has_more = correction.changes_loss or self.distill is not None or aux_coef > 0
         rows = batch.rows if isinstance(batch, Weighed) else batch
         # A loss without a ratio, or with a ratio of 1 by definition, is linear in log-probs.
         loss_fn = make_loss(objective)
@@ -421,6 +427,7 @@ class Trainer(Learner):
                 aggregate=objective.aggregate,
                 correction=correction,
                 column="logprobs" if number == 0 and not is_scored else None,
+                skips_silent=objective.is_silent_at_zero and not has_more and self.ranks is None,
             )
             parts.append(metrics | self.optim_step())
         return merge_metrics(parts)
@@ -451,6 +458,7 @@ class Trainer(Learner):
         weights_of: Callable[[PackedBatch], Tensor],
         judge: TokenJudge,
         num_trained: int,
+        skips_silent: bool,
         batch: PackedBatch,
         totals: Totals | None = None,
     ) -> _Trained:
@@ -461,7 +469,9 @@ class Trainer(Learner):
             routing = Routing()  # keeps the chosen experts, for `moe/...`
         if routing is not None and aux_coef:
             routing.weight_T = count_rows(batch)
-        logprobs, entropy, extra = self._score_trained(batch, routing)
+        is_silent = skips_silent and _is_silent(batch.host_columns)
+        with torch.set_grad_enabled(not is_silent):
+            logprobs, entropy, extra = self._score_trained(batch, routing)
         tokens, weighed = judge.keep_tokens(batch, logprobs, entropy, extra=extra)
         weight_N = weights_of(batch)
         loss_N, total, out, aux = torch.zeros_like(logprobs.detach()), None, None, None
@@ -473,7 +483,7 @@ class Trainer(Learner):
                 aux = router_aux_loss(batch, routing) * (len(logprobs) / num_trained)
                 total = total + aux_coef * aux
             loss_N = tokens.spread(loss.detach())
-        self._run_backward(total, logprobs)
+        self._run_backward(None if is_silent else total, logprobs)
         if totals is not None and not batch.is_filler:
             totals.add(
                 batch,
@@ -607,6 +617,11 @@ class Trainer(Learner):
     def save_policy(self, directory: Path) -> None:
         """Writes the trained weights alone: see `peft_io.save_policy`."""
         save_policy(self.model, directory, like=self.like, is_writer=self.is_writer)
+
+
+def _is_silent(columns: Mapping[str, Any]) -> bool:
+    """True if every advantage is 0."""
+    return "advantages" in columns and not columns["advantages"].any()
 
 
 def _weighed(out: TokenLoss, tokens: TokenBatch) -> Tensor:

@@ -97,6 +97,36 @@ def compare_with_rows_alone(trainer, rows):
     assert relative(gradients(trainer, rows), alone) < 1e-6
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_whose_advantages_are_0_get_no_backward_and_the_gradient_is_the_same(tmp_path, kind):
+    rows, trainer, seen = make_rows(LENGTHS), make_trainer(tmp_path, kind), []
+
+    def noted(tokens):
+        seen.append((bool(tokens.columns["advantages"].any()), tokens.logprobs.requires_grad))
+        return policy_gradient(tokens)
+
+    for row in rows[::2]:
+        row.columns["advantages"][:] = 0
+    everything = gradients(trainer, rows)
+    trainer.optimizer.zero_gradients()
+    trainer.forward_backward(rows, noted, skips_silent=True)
+    found = torch.cat([g.flatten().double() for g in trainer.optimizer.gradients().values()])
+    assert relative(found, everything) < 1e-6
+    assert sorted(seen) == [(False, False), (True, True)]
+    # Without any advantage the optimizer still gets its gradients, of 0.
+    assert not gradients(trainer, rows[::2], skips_silent=True).any()
+
+
+@pytest.mark.parametrize("config", [PPOClip, GSPO, CISPO, DPPO, Reinforce])
+def test_a_loss_is_silent_at_0_if_it_is_a_multiple_of_the_advantage_alone(config):
+    class Other(config):
+        """A user's loss, which may add anything."""
+
+    assert config().is_silent_at_zero
+    for more in (config(entropy_coef=0.01), config(kl_coef=0.01), Other()):
+        assert not more.is_silent_at_zero
+
+
 def make_tree():
     """A session of turns with branches, its beginnings as rows too, and a group: rows of up to 450
     tokens that share up to 340, which attention reads once."""
