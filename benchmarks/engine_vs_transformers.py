@@ -102,12 +102,9 @@ def measure(name: str, threads: int, rounds: int) -> dict[str, float]:
     rng, vocab_size = np.random.default_rng(0), CASES[name]["vocab_size"]
     limits = rng.integers(16, NEW_TOKENS + 1, NUM_PROMPTS)
     limits[0] = NEW_TOKENS
-    num_calls = 0
 
     def ours(prompts: np.ndarray, limits: Any = NEW_TOKENS, **how: float) -> list[Any]:
-        nonlocal num_calls
-        num_calls += 1
-        return sample(engine, requests_of(prompts, limits, tag=str(num_calls), **how))
+        return sample(engine, requests_of(prompts, limits, **how))
 
     batch = rng.integers(0, vocab_size, (NUM_PROMPTS, PROMPT_TOKENS))
     theirs = run_peer(peer, batch[:4], greedy=True).numpy()
@@ -156,7 +153,7 @@ def own_round(directory: Path, tokens: int) -> Callable[[list[list[int]]], None]
     engine = EmbeddedEngine(load_checkpoint(directory), EmbeddedConfig())
 
     def play(prompts: list[list[int]]) -> None:
-        replies = sample(engine, requests_of(prompts, tokens, tag=str(time.time())))
+        replies = sample(engine, requests_of(prompts, tokens))
         assert all(len(r.token_ids) == tokens for r in replies), "no stop ids were given"
 
     return play

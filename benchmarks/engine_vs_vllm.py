@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
-from itertools import chain, count, product
+from itertools import chain, product
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -78,10 +78,9 @@ def embedded(directory: Path, dtype: str, *, is_under_contract: bool) -> Generat
             raise SystemExit(f"the contract cannot be kept: {proof.failure}")
         model.ops = proof.ops
     engine = EmbeddedEngine(model, EmbeddedConfig(prefix_cache=False))
-    numbers = count()
 
     def generate(prompts: np.ndarray) -> None:
-        replies = sample(engine, requests_of(prompts, NEW_TOKENS, tag=str(next(numbers))))
+        replies = sample(engine, requests_of(prompts, NEW_TOKENS))
         assert all(len(r.token_ids) == NEW_TOKENS for r in replies), "no end token, no early end"
 
     return generate

@@ -107,7 +107,7 @@ class Bench:
     def __init__(
         self, backends: dict[str, Ops], clock: Callable[[], float], kind: str, dtype: str
     ) -> None:
-        self._clock, self._num_requests = clock, 0
+        self._clock = clock
         model = Decoder(ModelConfig.from_hf(SHAPES[kind]))
         model.init_weights(std=0.05, seed=0)
         self._model = model.to(getattr(torch, dtype))
@@ -151,8 +151,7 @@ class Bench:
         """(seconds, tokens sampled, tokens prefilled) of each step, and the replies."""
         steps: list[tuple[float, int, int]] = []
         replies: list[Any] = []
-        self._num_requests += 1
-        requests = requests_of(prompts, num_tokens, tag=str(self._num_requests))
+        requests = requests_of(prompts, num_tokens)
 
         async def watch() -> None:
             # The engine gives the loop a turn after every step: each step is seen by itself.
