@@ -60,12 +60,10 @@ CASES = models_of("engine_vs_transformers")
 def make_peer(name: str) -> transformers.PreTrainedModel:
     """The Hugging Face model, with the fastest attention that it offers on a CPU."""
     torch.manual_seed(0)
-    shape = dict(CASES[name])
-    kind = shape.pop("transformers_class")
-    attention = "eager" if kind == "GptOss" else "sdpa"  # sdpa is refused: sinks
-    config = getattr(transformers, f"{kind}Config")(**shape)
-    make = getattr(transformers, f"{kind}ForCausalLM")
-    return make._from_config(config, attn_implementation=attention).float().eval()
+    config = transformers.AutoConfig.for_model(**CASES[name])
+    attention = "eager" if config.model_type == "gpt_oss" else "sdpa"  # sdpa is refused: sinks
+    make = transformers.AutoModelForCausalLM.from_config
+    return make(config, attn_implementation=attention).float().eval()
 
 
 def run_peer(

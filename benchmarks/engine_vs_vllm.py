@@ -51,10 +51,8 @@ def save(name: str, directory: Path) -> None:
 
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
-    shape = dict(MODELS[name])
-    kind = shape.pop("transformers_class")
-    config = getattr(transformers, f"{kind}Config")(**shape)
-    getattr(transformers, f"{kind}ForCausalLM")._from_config(config).save_pretrained(directory)
+    config = transformers.AutoConfig.for_model(**MODELS[name])
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
 
 
 # -- the sides --------------------------------------------------------------------------------

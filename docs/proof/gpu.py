@@ -21,7 +21,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -38,7 +37,7 @@ import numpy as np
 import torch
 from gpu_models import MODELS as CONFIGS
 from gpu_models import config_of
-from run import ROOT, rows_of, today
+from run import ROOT, cpu_name, rows_of, today
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from attention_formula import reference_attention
@@ -584,9 +583,7 @@ def play(name: str, options: list[str], *, seconds: float) -> Figures:
 
 def machine(where: Where) -> Figures:
     head = said_by(["git", "rev-parse", "--short", "HEAD"]).stdout.strip()
-    name = platform.processor() or platform.machine()
-    if where.device.type == "cuda":
-        name = torch.cuda.get_device_name()
+    name = torch.cuda.get_device_name() if where.device.type == "cuda" else cpu_name()
     return {"device": name, "torch": torch.__version__, "commit": head, "date": today()}
 
 
