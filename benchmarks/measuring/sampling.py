@@ -15,7 +15,7 @@ from lockstep.types import Delta, Request, SamplingParams
 
 
 def ops_of(name: str) -> Ops:
-    """Of the contract for "invariant", with the products that they need; else stock ops."""
+    """Makes the contract's ops for "invariant", and stock ops for any other name."""
     if name != "invariant":
         return Ops()
     ask_for_reproducible_gemm()
