@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 
 from measuring import CLEAR_REFS, MIB, Row, alone, main, note, resident_bytes, row
-from measuring.sampling import requests_of, sample
+from measuring.sampling import ops_of, requests_of, sample
 
 import numpy as np
 import torch
@@ -33,8 +33,6 @@ from lockstep.models.hf_io import load_checkpoint
 from lockstep.models.locate import locate_model
 from lockstep.models.lora import add_adapter
 from lockstep.models.lora_config import LoraConfig, lora_shape
-from lockstep.ops.base import Ops
-from lockstep.ops.invariant import InvariantOps, ask_for_reproducible_gemm
 
 MODEL, RANK, NUM_ADAPTERS = "tiny-gpt-oss", 16, 8
 PROMPT_TOKENS, REPLY_TOKENS = 32, 96
@@ -47,9 +45,7 @@ HOW = (
 
 
 def make_base(ops: str) -> Decoder:
-    if ops == "invariant":
-        ask_for_reproducible_gemm()
-    return load_checkpoint(locate_model(MODEL), ops=InvariantOps() if ops == "invariant" else Ops())
+    return load_checkpoint(locate_model(MODEL), ops=ops_of(ops))
 
 
 def adapted(base: Decoder, seed: int) -> Decoder:
@@ -89,8 +85,7 @@ class Bench:
         for adapter in range(NUM_ADAPTERS):
             rng = np.random.default_rng([self.num_rounds, adapter])
             prompts = rng.integers(0, self.vocab_size, (num_sequences, PROMPT_TOKENS))
-            tag = f"{self.num_rounds}/{adapter}/{side}"
-            groups.append(requests_of(prompts, REPLY_TOKENS, tag=tag, adapter=str(adapter)))
+            groups.append(requests_of(prompts, REPLY_TOKENS, adapter=str(adapter)))
         if side == "together":
             groups = [[request for group in groups for request in group]]
         asyncio.run(self.engine.load_weights(None, version=0))  # drops the cache

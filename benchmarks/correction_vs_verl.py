@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -98,12 +98,6 @@ def peers(rows: Rows, settings: dict[str, Any]) -> Callable[[], Any]:
     return lambda: compute(rows.logprobs, rows.rollout_logprobs, mask, **settings)
 
 
-def best_of(sides: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """The least seconds of each side; all take turns. One more run of each warms up."""
-    timed = {side: partial(seconds_of, run, time.perf_counter) for side, run in sides.items()}
-    return {side: min(seconds) for side, seconds in in_turn(repeats + 1, timed).items()}
-
-
 def peak_of(side: str) -> float:
     """Peak of this process in MiB above the memory before; a small call loads the code first."""
     torch.set_num_threads(2)
@@ -124,15 +118,15 @@ def compare(*, repeats: int = 10) -> Iterator[Row]:
         load_verl()
     except pytest.skip.Exception as reason:
         raise CannotRun(str(reason)) from None
-    rows = make_rows(NUM_ROWS)
+    rows, clocked = make_rows(NUM_ROWS), partial(seconds_of, clock=time.perf_counter)
     for num_threads in (1, 2):
         torch.set_num_threads(num_threads)
         for work, (correction, settings) in WORK.items():
-            found = best_of(
-                {"ours": ours(rows, correction), "verl": peers(rows, settings)}, repeats
-            )
+            sides = {"ours": ours(rows, correction), "verl": peers(rows, settings)}
+            timed = {side: partial(clocked, run) for side, run in sides.items()}
+            taken = in_turn(repeats + 1, timed)  # one more run of each warms up
             name = f"correction-vs-verl/{work}, {num_threads} threads"
-            yield row(name, *found.values(), "s", how=HOW)
+            yield row(name, *map(min, taken.values()), "s", how=HOW)
     mine, theirs = (alone(peak_of, side) for side in ("ours", "verl"))
     how = "beyond the inputs, a process each, the same work in full; in buffers of a batch: "
     how += f"{mine / BUFFER_MIB:.1f} and {theirs / BUFFER_MIB:.1f}"

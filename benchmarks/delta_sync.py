@@ -15,9 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from measuring import Row, alone, main, note, row
-
-ROOT = Path(__file__).parents[1]
+from measuring import ROOT, Row, alone, main, note, row
 
 
 def train_run(lr: float, steps: int, groups: int, out: str) -> None:

@@ -69,8 +69,6 @@ def make_rows(renderer: ChatMLRenderer, num_tokens: int) -> Rows:
         for row, t in zip(ids, turns, strict=True)
     ]
     sent = [(row[: int(np.argmax(t >= 0))],) for row, t in zip(ids, turns, strict=True)]
-    masked = (np.where(turn >= 0, side, np.nan).astype(np.float32) for side in (rollout, trainer))
-    one, other = masked
     return Rows(
         row_ids=tuple(map(str, range(len(ids)))),
         offsets=np.cumsum([0, *map(len, ids)]),
@@ -78,8 +76,8 @@ def make_rows(renderer: ChatMLRenderer, num_tokens: int) -> Rows:
         loss_mask=turn >= 0,
         turn=turn,
         is_sampled=turn >= 0,
-        rollout_logprobs=one,
-        trainer_logprobs=other,
+        rollout_logprobs=np.where(turn >= 0, rollout, np.nan).astype(np.float32),
+        trainer_logprobs=np.where(turn >= 0, trainer, np.nan).astype(np.float32),
         messages=tuple(tuple(said) for *_, said in chosen),
         engine_ids=tuple(replies),
         engine_prompt_ids=tuple(sent),

@@ -60,12 +60,10 @@ CASES = models_of("engine_vs_transformers")
 def make_peer(name: str) -> transformers.PreTrainedModel:
     """The Hugging Face model, with the fastest attention that it offers on a CPU."""
     torch.manual_seed(0)
-    shape = dict(CASES[name])
-    kind = shape.pop("transformers_class")
-    attention = "eager" if kind == "GptOss" else "sdpa"  # sdpa is refused: sinks
-    config = getattr(transformers, f"{kind}Config")(**shape)
-    make = getattr(transformers, f"{kind}ForCausalLM")
-    return make._from_config(config, attn_implementation=attention).float().eval()
+    config = transformers.AutoConfig.for_model(**CASES[name])
+    attention = "eager" if config.model_type == "gpt_oss" else "sdpa"  # sdpa is refused: sinks
+    make = transformers.AutoModelForCausalLM.from_config
+    return make(config, attn_implementation=attention).float().eval()
 
 
 def run_peer(
@@ -102,12 +100,9 @@ def measure(name: str, threads: int, rounds: int) -> dict[str, float]:
     rng, vocab_size = np.random.default_rng(0), CASES[name]["vocab_size"]
     limits = rng.integers(16, NEW_TOKENS + 1, NUM_PROMPTS)
     limits[0] = NEW_TOKENS
-    num_calls = 0
 
     def ours(prompts: np.ndarray, limits: Any = NEW_TOKENS, **how: float) -> list[Any]:
-        nonlocal num_calls
-        num_calls += 1
-        return sample(engine, requests_of(prompts, limits, tag=str(num_calls), **how))
+        return sample(engine, requests_of(prompts, limits, **how))
 
     batch = rng.integers(0, vocab_size, (NUM_PROMPTS, PROMPT_TOKENS))
     theirs = run_peer(peer, batch[:4], greedy=True).numpy()
@@ -156,7 +151,7 @@ def own_round(directory: Path, tokens: int) -> Callable[[list[list[int]]], None]
     engine = EmbeddedEngine(load_checkpoint(directory), EmbeddedConfig())
 
     def play(prompts: list[list[int]]) -> None:
-        replies = sample(engine, requests_of(prompts, tokens, tag=str(time.time())))
+        replies = sample(engine, requests_of(prompts, tokens))
         assert all(len(r.token_ids) == tokens for r in replies), "no stop ids were given"
 
     return play

@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
-from itertools import chain, count, product
+from itertools import chain, product
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -51,10 +51,8 @@ def save(name: str, directory: Path) -> None:
 
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
-    shape = dict(MODELS[name])
-    kind = shape.pop("transformers_class")
-    config = getattr(transformers, f"{kind}Config")(**shape)
-    getattr(transformers, f"{kind}ForCausalLM")._from_config(config).save_pretrained(directory)
+    config = transformers.AutoConfig.for_model(**MODELS[name])
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(directory)
 
 
 # -- the sides --------------------------------------------------------------------------------
@@ -78,10 +76,9 @@ def embedded(directory: Path, dtype: str, *, is_under_contract: bool) -> Generat
             raise SystemExit(f"the contract cannot be kept: {proof.failure}")
         model.ops = proof.ops
     engine = EmbeddedEngine(model, EmbeddedConfig(prefix_cache=False))
-    numbers = count()
 
     def generate(prompts: np.ndarray) -> None:
-        replies = sample(engine, requests_of(prompts, NEW_TOKENS, tag=str(next(numbers))))
+        replies = sample(engine, requests_of(prompts, NEW_TOKENS))
         assert all(len(r.token_ids) == NEW_TOKENS for r in replies), "no end token, no early end"
 
     return generate

@@ -15,14 +15,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
 
-from measuring import Row, in_turn, main, row, seconds_of
+from measuring import Row, in_turn, main, models_of, row, seconds_of
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from lockstep.models.attention import rope_table
-from lockstep.models.attention_config import LatentShape
 from lockstep.models.config import ModelConfig
 from lockstep.models.latent_attention import LATENT_EPS, LatentAttention
 from lockstep.models.layer_inputs import LayerInputs
@@ -32,28 +31,8 @@ from lockstep.ops.invariant import InvariantOps
 
 DTYPE, PAGE, LENGTH, BATCH = torch.bfloat16, 16, 1024, 8
 OPS = InvariantOps()
-
-
-def config_of(num_heads: int, hidden_size: int, latent: LatentShape) -> ModelConfig:
-    return ModelConfig(
-        architecture="deepseek_v3", vocab_size=8, hidden_size=hidden_size, intermediate_size=8,
-        num_layers=1, num_heads=num_heads, num_kv_heads=1,
-        head_dim=latent.nope_dim + latent.rope_dim, rms_norm_eps=1e-6, rope_theta=1e4,
-        max_positions=1 << 15, windows=(None,), latent=latent,
-    )  # fmt: skip
-
-
-DEEPSEEK_V3 = config_of(
-    128, 7168,
-    LatentShape(query_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128,
-                is_interleaved=True),
-)  # fmt: skip
-TIMED = config_of(
-    16, 512,
-    LatentShape(query_rank=0, kv_rank=128, nope_dim=32, rope_dim=16, value_dim=32,
-                is_interleaved=True),
-)  # fmt: skip
-"""An eighth of DeepSeek V3's heads, and a quarter of its widths."""
+DEEPSEEK_V3, TIMED = map(ModelConfig.from_hf, models_of("latent_attention").values())
+"""The timed one has an eighth of DeepSeek V3's heads, and a quarter of its widths."""
 
 
 class Unfolded(LatentAttention):

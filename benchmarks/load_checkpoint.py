@@ -84,30 +84,22 @@ def measure(side: str, place: str, name: str) -> dict[str, float]:
     import torch
 
     directory, (_, dtype, is_packed) = Path(place) / "it", CASES[name]
+    settings: dict[str, Any] = {"dtype": getattr(torch, dtype)}
     if side == "ours":
-        from lockstep.models.hf_io import load_checkpoint
-
-        def load() -> Any:
-            return load_checkpoint(directory, dtype=getattr(torch, dtype))
+        from lockstep.models.hf_io import load_checkpoint as load
     else:
         import transformers
-        from transformers import AutoModelForCausalLM
 
-        def load() -> Any:
-            settings: dict[str, Any] = {}
-            if is_packed:
-                quantization = transformers.Mxfp4Config(dequantize=True)
-                settings["quantization_config"] = quantization
-            return AutoModelForCausalLM.from_pretrained(
-                directory, dtype=getattr(torch, dtype), **settings
-            )
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        if is_packed:
+            settings["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
 
     torch.ones(64, 64) @ torch.ones(64, 64)  # what torch itself sets up once
     model = None
 
     def load_whole() -> None:
         nonlocal model
-        model = load()
+        model = load(directory, **settings)
         for parameter in model.parameters():  # pages of a mapped file come when they are read
             parameter.detach().view(-1)[:: 4096 // parameter.itemsize].sum()
 

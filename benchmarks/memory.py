@@ -89,6 +89,8 @@ CASES = {case.name: case for case in all_cases()}
 
 def peak_of(name: str) -> int:
     """The peak of a case in bytes. Runs in a process of its own."""
+    from measuring.rows import row_to_train
+
     import numpy as np
     import torch
 
@@ -97,7 +99,6 @@ def peak_of(name: str) -> int:
     from lockstep.ops.base import Ops
     from lockstep.ops.invariant import InvariantOps
     from lockstep.training.trainer import Trainer
-    from lockstep.types import Sample
 
     case = CASES[name]
     torch.set_num_threads(1)
@@ -106,21 +107,11 @@ def peak_of(name: str) -> int:
     torch.set_default_dtype(torch.float32)
     trainer = Trainer(model, case.config, like="unused")
     rng = np.random.default_rng(0)
-    rows: list[Sample] = []
+    mask, rows = np.arange(case.row_tokens) >= case.row_tokens // 8, []
     for number in range(case.num_rows):
-        mask = np.arange(case.row_tokens) >= case.row_tokens // 8
-        columns = {
-            "advantages": np.where(mask, rng.normal(), 0.0),
-            "rollout_logprobs": np.where(mask, -9.0, np.nan),
-        }
-        rows.append(
-            Sample(
-                id=str(number),
-                token_ids=rng.integers(0, case.model.vocab_size, case.row_tokens).astype(np.int32),
-                loss_mask=mask,
-                columns={name: x.astype(np.float32) for name, x in columns.items()},
-            )
-        )
+        columns = {"advantages": rng.normal(), "rollout_logprobs": -9.0}
+        ids = rng.integers(0, case.model.vocab_size, case.row_tokens)
+        rows.append(row_to_train(str(number), ids, mask, **columns))
     for _ in range(NUM_UPDATES):
         trainer.update(rows, PPOClip())
     return resident_bytes("VmHWM")

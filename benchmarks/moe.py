@@ -18,20 +18,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from measuring import Row, best_alone, main, note, require_proc, row, usage
+from measuring import Row, best_alone, main, models_of, note, require_proc, row, usage
+from measuring.sampling import ops_of
 
 import torch
 
 from lockstep.models.config import ModelConfig
 from lockstep.models.layer_inputs import LayerInputs
 from lockstep.models.moe import MoE
-from lockstep.ops.base import Ops
 from lockstep.ops.context import PackedContext
-from lockstep.ops.invariant import InvariantOps, ask_for_reproducible_gemm
 
 Tensor = torch.Tensor
 
-EXPERTS, ACTIVE, WIDTH = 32, 4, 512
+SHAPE = ModelConfig.from_hf(models_of("moe")["gpt_oss"])
+EXPERTS, ACTIVE, WIDTH = SHAPE.num_experts, SHAPE.num_active_experts, SHAPE.hidden_size
 PEERS = ("grouped_mm", "eager")
 SIDES = ("plain", "invariant", *PEERS)
 CASES: dict[str, tuple[str, int, bool, bool]] = {
@@ -56,17 +56,7 @@ def make_layer(side: str) -> tuple[torch.nn.Module, Callable[[Tensor], Tensor]]:
         config._experts_implementation = side
         theirs = GptOssMLP(config)
         return theirs, lambda x: theirs(x[None])[0][0]
-    ops = Ops()
-    if side == "invariant":
-        ask_for_reproducible_gemm()
-        ops = InvariantOps()
-    shape = ModelConfig(
-        architecture="gpt_oss", vocab_size=8, hidden_size=WIDTH, intermediate_size=WIDTH,
-        num_layers=1, num_heads=1, num_kv_heads=1, head_dim=8, rms_norm_eps=1e-5, rope_theta=1e4,
-        max_positions=8, windows=(None,), num_experts=EXPERTS, num_active_experts=ACTIVE,
-        swiglu_limit=7.0, has_router_bias=True, has_expert_bias=True,
-    )  # fmt: skip
-    ours = MoE(shape, 0)
+    ops, ours = ops_of(side), MoE(SHAPE, 0)
     none = torch.empty(0)  # of rotations, which experts do not read
     return ours, lambda x: ours(x, LayerInputs(ops, PackedContext.of([len(x)]), none, none))
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from functools import partial
-from itertools import count
 from statistics import median
 
 from measuring import ROOT, Row, in_turn, main, row
@@ -55,11 +54,9 @@ def compare(*, guess: int = 8, rounds: int = 3) -> Iterator[Row]:
         "plain": EmbeddedEngine(model, EmbeddedConfig(**size)),
     }
     replies: dict[str, np.ndarray] = {}
-    numbers = count()
 
     def seconds(side: str, temperature: float) -> float:
-        tag = f"{next(numbers)}"
-        requests = requests_of([prompt], NEW_TOKENS, tag=tag, temperature=temperature)
+        requests = requests_of([prompt], NEW_TOKENS, temperature=temperature)
         began = time.perf_counter()
         (reply,) = sample(sides[side], requests)
         spent = time.perf_counter() - began

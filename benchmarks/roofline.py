@@ -61,7 +61,7 @@ def compare(
 
         def seconds(num: int, length: int, limit: int, engine: EmbeddedEngine = engine) -> float:
             ids = rng.integers(0, 1000, (num, length))
-            asked = requests_of(ids, limit, tag=str(time.time()))
+            asked = requests_of(ids, limit)
             return seconds_of(lambda: sample(engine, asked), time.process_time)
 
         speed = [machine(dtype, rounds)]

@@ -50,13 +50,11 @@ class Bare:
 
 
 def open_kind(kind: str, workers: int) -> Sandbox:
-    if kind == "monty":
-        return MontyConfig(workers=workers).open()
-    if kind == "bwrap":
-        config = BubblewrapConfig(workers=workers)
-        config.check()
-        return config.open()
-    return Bare(workers)
+    if kind == "bare":
+        return Bare(workers)
+    config = {"monty": MontyConfig, "bwrap": BubblewrapConfig}[kind](workers=workers)
+    config.check()
+    return config.open()
 
 
 async def measure(kind: str, *, workers: int, num_programs: int) -> dict[str, float]:

@@ -43,6 +43,7 @@ from itertools import product
 from statistics import median
 
 from measuring import Row, alone, in_turn, main, models_of, note, require_proc, row, usage
+from measuring.rows import row_to_train
 
 import numpy as np
 import torch
@@ -56,7 +57,6 @@ from lockstep.ops.invariant import InvariantOps
 from lockstep.training.config import TrainerConfig
 from lockstep.training.forest import share_beginnings
 from lockstep.training.trainer import Trainer
-from lockstep.types import Sample
 
 HF = models_of("shared_trees")["qwen3"]
 VOCAB = HF["vocab_size"]
@@ -121,12 +121,7 @@ def pass_of_ours(rows: Sequence[TrainRow], ops: Ops, num_rows: int) -> Callable[
     budget = num_rows * max(len(ids) for ids, _ in rows)
     trainer = Trainer(model, TrainerConfig(max_tokens_per_microbatch=budget), like="unused")
     samples = [
-        Sample(
-            id=str(number),
-            token_ids=ids,
-            loss_mask=mask,
-            columns={"advantages": np.where(mask, 1.0, 0.0).astype(np.float32)},
-        )
+        row_to_train(str(number), ids, mask, advantages=1.0)
         for number, (ids, mask) in enumerate(rows)
     ]
     loss = make_loss(Reinforce())

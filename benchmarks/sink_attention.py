@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from measuring import Row, best_alone, main, require_proc, row, usage
+from measuring.sampling import ops_of
 
 import numpy as np
 import torch
@@ -26,7 +27,6 @@ import torch.nn.functional as F
 
 from lockstep.ops.base import Ops
 from lockstep.ops.context import AttentionSpec, PackedContext
-from lockstep.ops.invariant import InvariantOps, ask_for_reproducible_gemm
 
 Tensor = torch.Tensor
 Rows = list["np.ndarray[Any, np.dtype[np.int64]]"]
@@ -61,7 +61,7 @@ CASES: dict[str, tuple[str, int | None, Rows]] = {
 }  # fmt: skip
 
 
-def ours(backend: Any, window: int | None, rows: Rows) -> Callable[..., Tensor]:
+def ours(backend: Ops, window: int | None, rows: Rows) -> Callable[..., Tensor]:
     def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, rows: Rows = rows) -> Tensor:
         return backend.attention(
             q, k, v, AttentionSpec(sinks, window, SCALE), PackedContext.of_rows(rows),
@@ -98,11 +98,7 @@ def stock(window: int | None, rows: Rows) -> Callable[..., Tensor]:
 def measure(case: str, side: str) -> dict[str, float]:
     torch.set_num_threads(1)
     _, window, rows = CASES[case]
-    if side == "invariant":
-        ask_for_reproducible_gemm()
-        function = ours(InvariantOps(), window, rows)
-    else:
-        function = ours(Ops(), window, rows) if side == "plain" else stock(window, rows)
+    function = stock(window, rows) if side == "peer" else ours(ops_of(side), window, rows)
 
     def once(rows: Rows) -> dict[str, float]:
         g = torch.Generator().manual_seed(0)

@@ -35,7 +35,6 @@ from measuring.runs import steps_of, train_quickstart
 
 os.environ |= {"MKL_NUM_THREADS": "1", "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"}
 
-EXAMPLE = ROOT / "examples" / "tinker_docsearch.py"
 WARMUP_STEPS = 2
 NUM_FUTURES, PROMPT_TOKENS = 2000, 300
 RANK = 32
@@ -144,11 +143,9 @@ def train(model: str, steps: int, out: Path) -> list[dict[str, Any]]:
 
 def play(model: str, steps: int) -> list[dict[str, Any]]:
     """Rows of the example's program, after the first ones."""
-    spec = importlib.util.spec_from_file_location("tinker_docsearch", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = example
-    spec.loader.exec_module(example)
+    sys.path.append(str(ROOT / "examples"))
+    import tinker_docsearch as example
+
     arguments = ["--model", model, "--steps", str(steps), "--rank", str(RANK)]
     return asyncio.run(example.train(example.parse(arguments)))[WARMUP_STEPS:]
 

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from measuring import Row, Side, answer_lines, command_of, in_turn, main, models_of, row
+from measuring.rows import row_to_train
 from measuring.sampling import reply_to, requests_of
 
 import numpy as np
@@ -107,7 +108,7 @@ class Bench:
     def __init__(
         self, backends: dict[str, Ops], clock: Callable[[], float], kind: str, dtype: str
     ) -> None:
-        self._clock, self._num_requests = clock, 0
+        self._clock = clock
         model = Decoder(ModelConfig.from_hf(SHAPES[kind]))
         model.init_weights(std=0.05, seed=0)
         self._model = model.to(getattr(torch, dtype))
@@ -151,8 +152,7 @@ class Bench:
         """(seconds, tokens sampled, tokens prefilled) of each step, and the replies."""
         steps: list[tuple[float, int, int]] = []
         replies: list[Any] = []
-        self._num_requests += 1
-        requests = requests_of(prompts, num_tokens, tag=str(self._num_requests))
+        requests = requests_of(prompts, num_tokens)
 
         async def watch() -> None:
             # The engine gives the loop a turn after every step: each step is seen by itself.
@@ -202,19 +202,10 @@ def counts(engine: EmbeddedEngine) -> tuple[int, int, int]:
 
 def sample_of(name: str, prompt: np.ndarray, reply: np.ndarray, logprobs: np.ndarray) -> Sample:
     """A row with an advantage of its own, the same on both sides."""
-    mask = np.arange(len(prompt) + len(reply)) >= len(prompt)
-    column = np.full(len(mask), np.nan, np.float32)
-    column[mask] = logprobs
-    advantage = np.float32(np.sin(len(name) + int(name.partition("/")[2])))
-    return Sample(
-        id=name,
-        token_ids=np.concatenate([prompt, reply]).astype(np.int32),
-        loss_mask=mask,
-        columns={
-            "rollout_logprobs": column,
-            "advantages": np.where(mask, advantage, 0).astype(np.float32),
-        },
-    )
+    ids = np.concatenate([prompt, reply])
+    mask = np.arange(len(ids)) >= len(prompt)
+    advantage = np.sin(len(name) + int(name.partition("/")[2]))
+    return row_to_train(name, ids, mask, rollout_logprobs=logprobs, advantages=advantage)
 
 
 def run_side(name: str, kind: str, dtype: str, threads: int, clock: str) -> None:

@@ -63,11 +63,7 @@ def train_quickstart(
     }
 
 
-def rows_of(run: Path) -> list[dict[str, Any]]:
-    """All rows of a run's metrics."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def steps_of(run: Path) -> list[dict[str, Any]]:
-    """Rows of the training steps."""
-    return [row for row in rows_of(run) if "train/loss" in row]
+    """The metrics of each training step."""
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if "train/loss" in row]

@@ -1,30 +1,40 @@
-"""Requests to an embedded engine, for the benchmarks that sample."""
+"""Ops by name, and requests to an embedded engine."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from uuid import uuid4
 
 import numpy as np
 
 from lockstep.engines.embedded.engine import EmbeddedEngine
+from lockstep.ops.base import Ops
+from lockstep.ops.invariant import InvariantOps, ask_for_reproducible_gemm
 from lockstep.types import Delta, Request, SamplingParams
+
+
+def ops_of(name: str) -> Ops:
+    """Makes the contract's ops for "invariant", and stock ops for any other name."""
+    if name != "invariant":
+        return Ops()
+    ask_for_reproducible_gemm()
+    return InvariantOps()
 
 
 def requests_of(
     prompts: Sequence[Sequence[int] | np.ndarray],
     limits: int | Sequence[int],
     *,
-    tag: str,
     temperature: float = 1.0,
     adapter: str = "",
 ) -> list[Request]:
-    """A request for each prompt. limits: tokens of all replies, or of each. tag: begins the ids."""
+    """A request for each prompt. limits: tokens of all replies, or of each."""
     if isinstance(limits, int):
         limits = [limits] * len(prompts)
     return [
         Request(
-            id=f"{tag}/{number}",
+            id=uuid4().hex,  # an engine refuses an id that was used for something else
             prompt_ids=np.asarray(prompt, np.int32),
             sampling=SamplingParams(max_tokens=int(limit), temperature=temperature),
             seed=number,

@@ -23,12 +23,11 @@ import investigation
 import numpy as np
 import torch
 from doctor_faults import with_dropout
+from run import HERE, ROOT, configured
 from studies import words_of
 
-from lockstep.config import resolve
 from lockstep.ops.base import Ops
 from lockstep.ops.context import AttentionSpec, PackedContext
-from lockstep.recipes import find_recipe
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.origins import rendered_anew, turns_of
 from lockstep.renderers.registry import make_renderer
@@ -41,8 +40,6 @@ from lockstep.store.run import Run, load_run
 from lockstep.testing.faults import injected, split_faults
 from lockstep.types import Trajectory
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "tests")]
 MODELS = ("tiny-gpt-oss", "tiny-qwen3")
 SEEDS = range(5)
@@ -54,7 +51,7 @@ Tensor = torch.Tensor
 
 
 def config_of(*settings: str) -> Config:
-    return resolve(find_recipe("quickstart"), ["evaluation=none", "checkpoint.every=0", *settings])
+    return configured("evaluation=none", "checkpoint.every=0", *settings)
 
 
 @contextmanager

@@ -33,15 +33,13 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 import studies
-from run import host, rounded, today
+from run import HERE, host, rounded, today
 from scipy import stats
 
-HERE = Path(__file__).parent
 RESULTS = HERE / "claims.json"
 CLAIMS = HERE / "claims.toml"
 
@@ -191,8 +189,12 @@ class Claim:
     document: str
     text: str
     theirs: str
-    why: str
     compare: tuple[Comparison, ...]
+    why: str = ""
+
+    @classmethod
+    def read(cls, *, compare: Sequence[dict[str, Any]] = (), **fields: str) -> Claim:
+        return cls(compare=tuple(Comparison(**each) for each in compare), **fields)
 
     @property
     def sources(self) -> list[tuple[str, str]]:
@@ -217,13 +219,7 @@ class Claim:
 def read_claims() -> list[Claim]:
     documents = tomllib.loads(CLAIMS.read_text())
     return [
-        Claim(
-            document=document,
-            text=text,
-            theirs=claim["theirs"],
-            why=claim.get("why", ""),
-            compare=tuple(Comparison(**each) for each in claim.get("compare", ())),
-        )
+        Claim.read(document=document, text=text, **claim)
         for document, claims in documents.items()
         for text, claim in claims.items()
     ]

@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import doctor_faults  # noqa: F401  its faults are known to --fault
+from run import configured, save, stamp
 
 from lockstep import diagnose
-from lockstep.config import resolve
 from lockstep.doctor.causes import is_same_class
 from lockstep.doctor.monitor import train
-from lockstep.recipes import find_recipe
 from lockstep.testing.faults import injected, split_faults
 
 FAULTS: dict[str, list[str]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
@@ -38,7 +37,7 @@ def faulty_run(words: Sequence[str], out: Path) -> None:
     """A quickstart with these settings and faults."""
     settings, faults = split_faults(words)
     with injected(*faults):
-        train(resolve(find_recipe("quickstart"), settings), out=out, view="json")
+        train(configured(*settings), out=out, view="json")
 
 
 def verdict(cause: str, fault: str, out: Path) -> dict[str, Any]:
@@ -70,8 +69,6 @@ def main() -> None:
     num_right = sum(row["is_right"] for row in found)
     print(f"{num_right} of {len(found)} are right")
     if causes is FAULTS:
-        from run import save, stamp
-
         result = {"right": num_right, "runs": found}
         save("doctor", stamp("python docs/proof/doctor.py") | result)
 

@@ -312,22 +312,18 @@ class InjectedControlTokens(_EditFault):
     """Control tokens in each row."""
 
     def changed(self, row: Sample, renderer: Renderer) -> Sample:
-        if (place := self.place(row, renderer)) is None:
-            return row
-        out = with_inserted(row, place[1], [renderer.stop_ids[0]] * self.count)
-        own = out.columns["rollout_logprobs"]
-        return with_logprobs(out, np.where(out.loss_mask, np.nan, own))
-
-    def place(self, row: Sample, renderer: Renderer) -> tuple[int, int, int] | None:
-        """(control token before, place, control token after) of the last text before the last turn
-        that others wrote, and that is more than the opening of a turn."""
+        """The place is in the last text before the last turn that others wrote, and that is more
+        than the opening of a turn."""
         observed = row.columns["turn"] < 0
         last = next((begin for begin, _ in reversed(turns(row))), 0)
         controls = np.flatnonzero((observed & _is_control(row, renderer))[:last]).tolist()
         for begin, end in reversed(list(pairwise(controls))):
             if end - begin >= MIN_INJECTED_TEXT and observed[begin:end].all():
-                return begin, (begin + end) // 2 + 1, end
-        return None
+                place = (begin + end) // 2 + 1
+                out = with_inserted(row, place, [renderer.stop_ids[0]] * self.count)
+                own = out.columns["rollout_logprobs"]
+                return with_logprobs(out, np.where(out.loss_mask, np.nan, own))
+        return row
 
 
 @dataclass(frozen=True, kw_only=True)

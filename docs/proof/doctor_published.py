@@ -22,18 +22,15 @@ from typing import Any
 import numpy as np
 from doctor import faulty_run
 from investigation import NUM_EPISODES, play_by_messages
-from run import save, stamp
+from run import configured, save, stamp
 
-from lockstep.config import resolve
 from lockstep.doctor.diagnose import diagnose
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.native import write_rows
 from lockstep.doctor.rows import Rows
-from lockstep.recipes import find_recipe
 from lockstep.run.build import Parts, build
 from lockstep.run.preflight import preflight
 
-HERE = Path(__file__).parent
 MODELS = ("tiny-gpt-oss", "tiny-qwen3")
 RIGHT = {
     "rerendered", "reencoded", "missing_final", "shifted", "boundary", "observation_trained",
@@ -88,7 +85,7 @@ def told(diagnosis: Any) -> dict[str, Any]:
 
 
 def judged(model: str, folder: Path) -> dict[str, Any]:
-    config = resolve(find_recipe("quickstart"), [f"model={model}", "contract=none"])
+    config = configured(f"model={model}", "contract=none")
     rows = asyncio.run(play(config, build(config, preflight(config))))
     out: dict[str, Any] = {}
     for level in "abce":

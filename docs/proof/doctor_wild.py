@@ -36,7 +36,7 @@ import tomllib
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -44,7 +44,7 @@ from functools import cache, lru_cache, partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,15 +55,9 @@ from lockstep import diagnose
 from lockstep.doctor.causes import CAUSES, is_same_class
 from lockstep.doctor.explain import HYPOTHESES
 
-T = TypeVar("T")
 HERE = Path(__file__).parent
 FACTOR = 3.0
 """Times the floor's k2 from which on a cause must be found."""
-SILENT = frozenset({
-    "missing_final", "after_stop", "observation_trained", "boundary", "nonfinite",
-    "injected_control",
-})  # fmt: skip
-"""Causes that move few log-probs or none: they must be found at any gap."""
 VERSION = 3
 LEVELS = ("a", "b", "c", "e")
 """What the doctor is given. a: ids, mask and both log-probs as JSON lines, and nothing else. b:
@@ -600,8 +594,6 @@ PAIRS: Sequence[tuple[Fault, Fault]] = [
     (fault(*one), fault(*other)) for one, other in PLAN["pairs"]
 ]
 """Two mistakes of one program."""
-HEALTHY: Mapping[str, Mapping[str, Any]] = PLAN["healthy"]
-"""Kinds of dumps with nothing wrong: what differs from the usual one."""
 
 
 # -- making a dump ---------------------------------------------------------------------------------
@@ -792,19 +784,24 @@ def judged(
 # -- the parts -------------------------------------------------------------------------------------
 
 
-class Asked(argparse.Namespace):
-    """The options of the command."""
+@dataclass(frozen=True)
+class Kind:
+    """A kind of dump: the mistakes of its program, or what a healthy one does differently."""
 
-    seeds: Sequence[int]
-    causes: Sequence[str]
-    levels: Sequence[str]
-    sample: int | None
+    label: str
+    faults: Sequence[Fault] = ()
+    healthy: Mapping[str, Any] = field(default_factory=dict)
 
-    def drawn(self, cases: Iterable[T]) -> list[T]:
-        out = list(cases)
-        if self.sample is None:
-            return out
-        return random.Random(5).sample(out, min(self.sample, len(out)))
+    @property
+    def causes(self) -> list[str]:
+        return [one.cause for one in self.faults]
+
+
+PARTS: Mapping[str, Sequence[Kind]] = {
+    "singles": [Kind(one.label, [one]) for one in FAULTS],
+    "pairs": [Kind(" + ".join(one.label for one in pair), pair) for pair in PAIRS],
+    "healthy": [Kind(label, healthy=changes) for label, changes in PLAN["healthy"].items()],
+}
 
 
 def reaches(one: Fault, program: Program, lines: Sequence[Line]) -> bool:
@@ -819,53 +816,33 @@ def reaches(one: Fault, program: Program, lines: Sequence[Line]) -> bool:
     return any(not torch.equal(*pair) for pair in zip(old, program.model.parameters(), strict=True))
 
 
-def broken(player: str, what: Asked, cases: Sequence[tuple[Fault, ...]]) -> list[dict[str, Any]]:
-    program = wild.program_of(player)
-    out: list[dict[str, Any]] = []
-    possible = [
-        faults
-        for faults in cases
-        if all(one.needs(program) for one in faults)
-        and (not what.causes or {one.cause for one in faults} & set(what.causes))
-    ]
-    for faults, seed in product(what.drawn(possible), what.seeds):
-        causes = [one.cause for one in faults]
-        work, lines = dump_lines(program, seed, faults)
-        if all(reaches(one, program, lines) for one in faults):
-            times = round(k2_of(lines) / max(floor_of(player, seed), 1e-12), 2)
-            label = " + ".join(one.label for one in faults)
-            out += judged_at(what.levels, work, lines, causes, player=player, strength=label,
-                             seed=seed, times=times)  # fmt: skip
-    return out
-
-
-def healthy(player: str, what: Asked) -> list[dict[str, Any]]:
-    program = wild.program_of(player)
-    out: list[dict[str, Any]] = []
-    for (kind, settings), seed in product(what.drawn(HEALTHY.items()), what.seeds):
-        work, lines = dump_lines(program, seed, [], settings)
-        work.program = program  # its directory has the template of its own
-        out += judged_at(what.levels, work, lines, [], player=player, strength=kind, seed=seed,
-                         k2=k2_of(lines))  # fmt: skip
-    return out
-
-
-def judged_at(
-    levels: Sequence[str], work: Work, lines: Sequence[Line], causes: Sequence[str], **about: Any
+def judged_cases(
+    player: str, kinds: Sequence[Kind], what: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """A case for each level of data."""
-    for level in levels:
-        found = judged(asked(work, lines, level), causes, work.also if causes else ())
-        case = {"level": level, "causes": causes, **about, **found}
-        show(case)
-        yield case
-
-
-PARTS: Mapping[str, Callable[[str, Asked], list[dict[str, Any]]]] = {
-    "singles": partial(broken, cases=[(one,) for one in FAULTS]),
-    "pairs": partial(broken, cases=PAIRS),
-    "healthy": healthy,
-}
+    """A case for each kind, seed and level of data. what: the options of the command."""
+    program = wild.program_of(player)
+    chosen = [
+        kind
+        for kind in kinds
+        if all(one.needs(program) for one in kind.faults)
+        and (not kind.faults or not what.causes or {*kind.causes} & {*what.causes})
+    ]
+    if what.sample is not None:
+        chosen = random.Random(5).sample(chosen, min(what.sample, len(chosen)))
+    for kind, seed in product(chosen, what.seeds):
+        work, lines = dump_lines(program, seed, kind.faults, kind.healthy)
+        if not all(reaches(one, program, lines) for one in kind.faults):
+            continue
+        work.program = program  # its directory has the template of its own
+        moved = {"k2": k2_of(lines)}
+        if kind.faults:
+            moved = {"times": round(moved["k2"] / max(floor_of(player, seed), 1e-12), 2)}
+        for level in what.levels:
+            found = judged(asked(work, lines, level), kind.causes, work.also if kind.faults else ())
+            case = {"level": level, "causes": kind.causes, "player": player,
+                    "strength": kind.label, "seed": seed, **moved, **found}  # fmt: skip
+            show(case)
+            yield case
 
 
 def show(case: Mapping[str, Any]) -> None:
@@ -882,11 +859,6 @@ def show(case: Mapping[str, Any]) -> None:
         f"{case.get('raised', names)}",
         flush=True,
     )
-
-
-def is_seen(case: Mapping[str, Any]) -> bool:
-    """Whether a defect shows in the data of its level: it moves log-probs, or is in its records."""
-    return case["times"] >= FACTOR or bool(SILENT & set(case["causes"]))
 
 
 def summary(part: str, cases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -931,10 +903,10 @@ def results(half: str) -> Path:
     return HERE / f"doctor-wild-{half}.json"
 
 
-def _of_player(player: str, what: Asked) -> dict[str, list[dict[str, Any]]]:
+def _of_player(player: str, what: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
-    return {part: PARTS[part](player, what) for part in what.parts}
+    return {part: list(judged_cases(player, PARTS[part], what)) for part in what.parts}
 
 
 def write(half: str, found: Mapping[str, Mapping[str, Any]]) -> None:
@@ -988,7 +960,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--sample", type=int, help="cases of each part and player")
     parser.add_argument("--jobs", type=int, default=1, help="players at a time")
-    what = parser.parse_args(namespace=Asked())
+    what = parser.parse_args()
     half, found = what.half, before(what.half)
     chosen = [n for n, p in wild.PLAYERS.items() if p.is_held == (half == "held")]
     chosen = [n for n in what.players or chosen if n in chosen]

@@ -14,16 +14,15 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
+from run import configured
 
 import lockstep.doctor
 from lockstep.agent.loop import Budget, collect, training_sampling
 from lockstep.agent.tasks import derive_seed
 from lockstep.agent.turns import Policy
-from lockstep.config import resolve
 from lockstep.doctor.inputs.base import Facts
 from lockstep.doctor.inputs.native import write_rows
 from lockstep.doctor.rows import Rows
-from lockstep.recipes import find_recipe
 from lockstep.run.build import build
 from lockstep.run.preflight import preflight
 from lockstep.testing.faults import injected
@@ -44,7 +43,7 @@ def kind_of(row: Sample) -> str:
 
 
 def make_rows() -> Rows:
-    config = resolve(find_recipe("quickstart"), list(SETTINGS))
+    config = configured(*SETTINGS)
     with injected(KernelNoise(std=0.002)):
         parts = build(config, preflight(config))
     tokenizer = parts.renderer.tokenizer

@@ -21,7 +21,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -38,7 +37,7 @@ import numpy as np
 import torch
 from gpu_models import MODELS as CONFIGS
 from gpu_models import config_of
-from run import rows_of, today
+from run import ROOT, cpu_name, rows_of, today
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
 from attention_formula import reference_attention
@@ -60,10 +59,9 @@ from lockstep.ops.selftest import prove
 from lockstep.ops.transfer import to_device
 from lockstep.types import Request, SamplingParams
 
-ROOT = Path(__file__).parents[2]
 PARTS = {"truth": 480, "contract": 600, "vllm": 480, "speed": 780}
 """Part -> its limit in seconds; 39 minutes together."""
-OUT = ROOT / "docs" / "proof" / "gpu.json"
+OUT = Path(__file__).with_suffix(".json")
 DEPTHS = {"Qwen3-0.6B": 28, "Qwen3-8B": 36, "gpt-oss-20b": 24}
 
 Figures = dict[str, Any]
@@ -117,24 +115,20 @@ def need_room(where: Where, num_bytes: float) -> None:
 
 # -- models ---------------------------------------------------------------------------------------
 
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "vocab_size": 61,
+SMALL = {
+    "num_hidden_layers": 1, "hidden_size": 32, "head_dim": 16, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "moe_intermediate_size": 16,
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 61,
     "max_position_embeddings": 512,
-}
+}  # fmt: skip
+"""Sizes that take the place of a model's own with --small."""
 
 
 def shape_of(name: str, num_layers: int, where: Where) -> ModelConfig:
     if not where.small:
         return config_of(name, num_layers=num_layers)
-    config = CONFIGS[name] | TINY | {"num_hidden_layers": 1, "head_dim": 16}
-    config |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-    if "num_local_experts" in config:
-        config |= {"num_local_experts": 4, "num_experts_per_tok": 2}
-    if "num_experts" in config:
-        config |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    return ModelConfig.from_hf(config)
+    config = CONFIGS[name] | {"num_hidden_layers": 1}
+    return ModelConfig.from_hf({key: SMALL.get(key, value) for key, value in config.items()})
 
 
 def make_model(config: ModelConfig, where: Where, *, ops: Ops | None = None) -> Decoder:
@@ -589,9 +583,7 @@ def play(name: str, options: list[str], *, seconds: float) -> Figures:
 
 def machine(where: Where) -> Figures:
     head = said_by(["git", "rev-parse", "--short", "HEAD"]).stdout.strip()
-    name = platform.processor() or platform.machine()
-    if where.device.type == "cuda":
-        name = torch.cuda.get_device_name()
+    name = torch.cuda.get_device_name() if where.device.type == "cuda" else cpu_name()
     return {"device": name, "torch": torch.__version__, "commit": head, "date": today()}
 
 

@@ -16,9 +16,8 @@ from pathlib import Path
 import torch
 import triton
 from gpu_models import MODELS
-from run import save, stamp
+from run import ROOT, save, stamp
 
-ROOT = Path(__file__).parents[2]
 CHIPS = (80, 90, 100, 120)
 
 

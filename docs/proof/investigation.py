@@ -18,13 +18,11 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
-from run import save, stamp
+from run import configured, save, stamp
 
 from lockstep.agent.tasks import derive_seed
-from lockstep.config import resolve
 from lockstep.doctor.ladder import climb
 from lockstep.doctor.rows import Rows
-from lockstep.recipes import find_recipe
 from lockstep.run.build import Parts, build
 from lockstep.run.preflight import preflight
 from lockstep.run_config import Config
@@ -133,8 +131,7 @@ async def by_messages(config: Config, parts: Parts, num_episodes: int) -> dict[s
 
 
 def investigate(model: str, seed: int) -> dict[str, Any]:
-    settings = [f"model={model}", f"seed={seed}", "contract=none"]
-    config = resolve(find_recipe("quickstart"), settings)
+    config = configured(f"model={model}", f"seed={seed}", "contract=none")
     model_files = preflight(config)
     ladder = climb(config, num_episodes=NUM_EPISODES)
     rungs = {r.name: {**r.gap.means(), "match": r.match} for r in ladder.rungs}

@@ -6,19 +6,15 @@ python docs/proof/noise.py      half a minute each; writes noise.json beside thi
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from run import rounded, save, stamp
+from run import configured, rounded, save, stamp
 from studies import PLAN, each_of
 
 from lockstep import measure_noise
-from lockstep.config import resolve
-from lockstep.recipes import find_recipe
 from lockstep.testing.faults import injected, split_faults
 
-RESULTS = Path(__file__).parent / "noise.json"
 SEEDS = (0, 1, 2)
 
 
@@ -26,7 +22,7 @@ def measured(words: tuple[str, ...], seed: int) -> dict[str, float]:
     """The figures of one seed, which also gives a fault other offsets per id."""
     settings, faults = split_faults([f"seed={seed}", *words])
     with injected(*(replace(fault, seed=seed) for fault in faults)):
-        return measure_noise(resolve(find_recipe("quickstart"), settings))
+        return measure_noise(configured(*settings))
 
 
 def main() -> None:

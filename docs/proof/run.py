@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from schedules import Arm
 
+    from lockstep.run_config import Config
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "cpu")]
@@ -104,16 +106,14 @@ def describe_model(model: str) -> dict[str, Any]:
     """Sinks' share of attention; share of sampled turns that a tokenizer would spell otherwise."""
     import torch
 
-    from lockstep.config import resolve
     from lockstep.ops import packed
     from lockstep.ops.base import Ops
     from lockstep.ops.context import PackedContext
-    from lockstep.recipes import find_recipe
     from lockstep.run.build import load_model
     from lockstep.run.preflight import read_model_files
     from lockstep.store.run import load_run
 
-    config = resolve(find_recipe(SHIPPED[model]), [f"model={model}"])
+    config = configured(f"model={model}", recipe=SHIPPED[model])
     model_files = read_model_files(config)
     decoder = load_model(config, model_files)
     tokenizer = model_files.renderer.tokenizer
@@ -228,6 +228,14 @@ def lockstep(*words: str, cwd: Path = ROOT) -> str:
     command = [sys.executable, "-m", "lockstep.cli", words[0], "--json", *words[1:]]
     done = subprocess.run(command, cwd=cwd, check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout.splitlines()[-1]
+
+
+def configured(*settings: str, recipe: str = "quickstart") -> Config:
+    """The settings of a recipe with these in place of its own."""
+    from lockstep.config import resolve
+    from lockstep.recipes import find_recipe
+
+    return resolve(find_recipe(recipe), settings)
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:

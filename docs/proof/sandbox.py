@@ -9,7 +9,6 @@ how much the process grew.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import sys
 import time
@@ -44,8 +43,6 @@ def proof_of(config: SandboxConfig) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.parse_args()
     kinds: dict[str, SandboxConfig] = {
         "monty": MontyConfig(limits=LIMITS),
         "bwrap": BubblewrapConfig(limits=LIMITS),

@@ -32,7 +32,7 @@ import threading
 import time
 import tomllib
 import warnings
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -520,12 +520,15 @@ def of_tracker(method: str, name: str, out: Path) -> list[str]:
     return trained(out, *own, num_steps=1, env=environment)
 
 
+CONSOLES = {
+    "full": "COMMAND >/dev/full 2>&1", "closed": "COMMAND >&- 2>&-",
+    "head": "COMMAND | head -1 >/dev/null",
+}  # fmt: skip
+"""Nobody reads what is printed. head leaves after one line; its own status is not the run's."""
+
+
 def of_console(name: str, out: Path) -> list[str]:
-    """Trains without somebody who reads what is printed."""
-    # head is a reader that leaves after one line; its own status is not the run's.
-    shell = {"full": "COMMAND >/dev/full 2>&1", "closed": "COMMAND >&- 2>&-",
-             "head": "COMMAND | head -1 >/dev/null"}[name]  # fmt: skip
-    return trained(out, "steps=2", num_steps=2, shell=shell)
+    return trained(out, "steps=2", num_steps=2, shell=CONSOLES[name])
 
 
 # -- kills ----------------------------------------------------------------------------------------
@@ -741,32 +744,31 @@ def of_fault(name: str, out: Path) -> list[str]:
 
 # -- all of it ------------------------------------------------------------------------------------
 
-Case = tuple[str, Callable[[Path], list[str]]]
+Check = Callable[[Path], list[str]]
+"""Makes a run in a folder. Returns its problems."""
 
 
 def cases_of(
     hooks: Sequence[str], only: tuple[str, ...], num_kills: int, folder: Path
-) -> Iterator[Case]:
+) -> dict[str, Check]:
+    """The checks of these hooks by name."""
+    draws = random.Random(0)
+    shares = [(at + draws.random()) / num_kills for at in range(num_kills)]
+    special: dict[str, dict[str, Check]] = {
+        "tracker": {
+            f"tracker.{method}-{name}": functools.partial(of_tracker, method, name)
+            for method in ("init", "log", "finish")
+            for name in only or MISBEHAVIOURS
+        },
+        "console": {f"console-{name}": functools.partial(of_console, name) for name in CONSOLES},
+        "server": {"server": of_server},
+        "kill": {f"kill-{at:.3f}": functools.partial(of_kill, at, folder) for at in shares},
+        "fault": {name: functools.partial(of_fault, name) for name in FAULTS},
+    }
+    found: dict[str, Check] = {}
     for hook in hooks:
-        if hook == "tracker":
-            for method in ("init", "log", "finish"):
-                for name in only or MISBEHAVIOURS:
-                    yield f"tracker.{method}-{name}", functools.partial(of_tracker, method, name)
-        elif hook == "console":
-            for name in ("full", "closed", "head"):
-                yield f"console-{name}", functools.partial(of_console, name)
-        elif hook == "server":
-            yield "server", of_server
-        elif hook == "kill":
-            draws = random.Random(0)
-            for at in range(num_kills):
-                share = (at + draws.random()) / num_kills
-                yield f"kill-{share:.3f}", functools.partial(of_kill, share, folder)
-        elif hook == "fault":
-            for name in FAULTS:
-                yield name, functools.partial(of_fault, name)
-        else:
-            yield hook, functools.partial(of_hook, hook, only)
+        found |= special.get(hook, {hook: functools.partial(of_hook, hook, only)})
+    return found
 
 
 def main() -> int:
@@ -780,18 +782,17 @@ def main() -> int:
     folder = options.out or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     hooks = options.hook or every
-    cases = list(cases_of(hooks, tuple(options.only), options.kills, folder))
+    cases = cases_of(hooks, tuple(options.only), options.kills, folder)
     num_bad, started = 0, time.monotonic()
     found: dict[str, list[str]] = {}
 
-    def timed(case: Case) -> tuple[str, float, list[str]]:
-        name, check = case
+    def timed(name: str) -> tuple[str, float, list[str]]:
         out, began = folder / name, time.monotonic()
         shutil.rmtree(out, ignore_errors=True)
-        problems = check(out)
+        problems = cases[name](out)
         return name, time.monotonic() - began, problems
 
-    if any(name.startswith("kill-") for name, _ in cases):
+    if any(name.startswith("kill-") for name in cases):
         unbroken(folder)
     with ThreadPoolExecutor(2) as runs:
         for name, seconds, problems in runs.map(timed, cases):

@@ -21,8 +21,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,10 +34,8 @@ import matplotlib
 
 matplotlib.use("agg")  # no display is needed
 from matplotlib import pyplot
-from run import expanded, host, rounded, rows_of, today
+from run import HERE, ROOT, configured, expanded, host, lockstep, rounded, rows_of, today
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
 RUNS = ROOT / "build" / "studies"
 PLOTS = ROOT / "docs" / "studies"
 RESULTS = HERE / "studies.json"
@@ -140,21 +136,14 @@ class Run:
         return end.exists() and json.loads(end.read_text())["command"] == self.command
 
     def complete(self) -> None:
-        """Runs it to its end. Raises RuntimeError for one that fails, which is no result: it has
-        fewer steps than the others."""
+        """Runs it to its end, on one thread. Raises CalledProcessError for one that fails, which is
+        no result: it has fewer steps than the others."""
         if self.has_ended:
             return
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(
-            [sys.executable, "-m", "lockstep.cli", *self.words, "--json", f"out={self.path}"],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            raise RuntimeError(f"{self.command} failed:\n{done.stderr[-2000:]}")
+        os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        lockstep(*self.words, f"out={self.path}")
         end = {"command": self.command}
         (self.path / "end.json").write_text(json.dumps(end, indent=2) + "\n")
 
@@ -371,8 +360,6 @@ def match_rates(run: Run) -> dict[str, float]:
     """Share of the sampled ids that stand, in the row that is trained, at their own place among the
     sampled ones: of the first and of the last step. A fault of the rows is made again from the
     trajectories, which are kept as they were sampled."""
-    from lockstep.config import resolve
-    from lockstep.recipes import find_recipe
     from lockstep.run.preflight import read_model_files
     from lockstep.store.run import load_run
     from lockstep.testing.faults import Faults, split_faults
@@ -380,7 +367,7 @@ def match_rates(run: Run) -> dict[str, float]:
 
     stored = load_run(run.path)
     settings, faults = split_faults(run.words[2:])
-    config = resolve(find_recipe("quickstart"), settings)
+    config = configured(*settings)
     renderer = read_model_files(config).renderer
     out: dict[str, float] = {}
     for label, step in (("first", 0), ("last", config.steps - 1)):

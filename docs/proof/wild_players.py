@@ -676,11 +676,10 @@ def play(
         for _ in range(group_size)
     ]
     asked = [1] * len(episodes)
-    heads = {
-        task.number: program.encode(program.render(program.first_messages(task), **variables))
-        for task in tasks
+    prompts = {
+        n: program.encode(program.render(episode.messages, **variables))
+        for n, episode in enumerate(episodes)
     }
-    prompts: dict[int, Ids] = {n: list(heads[e.task]) for n, e in enumerate(episodes)}
     forced_ids = program.encode(PLAN["tasks"]["openings"][2]) if forced else []
     for _ in range(max_replies):
         if not prompts:
@@ -717,26 +716,24 @@ def play(
 
 
 def score(
-    model: Any,
-    rows: Sequence[Ids],
-    *,
-    pad: int,
-    temperature: float = 1.0,
-    is_left: bool = False,
-    batch: int = 16,
+    model: Any, rows: Sequence[Ids], *, pad: int, temperature: float = 1.0, is_left: bool = False
 ) -> list[np.ndarray]:
     """[T] float32 log-prob of each id of each row at its own place, NaN at the first, as a trainer
     computes them. is_left: pads on the left."""
     out: list[np.ndarray] = [np.empty(0)] * len(rows)
-    order = sorted(range(len(rows)), key=lambda n: len(rows[n]))
-    for begin in range(0, len(order), batch):
-        chosen = order[begin : begin + batch]
+    for chosen in batches(rows):
         with torch.no_grad():
             logprobs = scored(model, [rows[n] for n in chosen], pad=pad, temperature=temperature,
                               is_left=is_left)  # fmt: skip
         for n, values in zip(chosen, logprobs, strict=True):
             out[n] = np.concatenate([[np.nan], values.float().numpy()]).astype(np.float32)
     return out
+
+
+def batches(rows: Sequence[Ids], size: int = 16) -> list[list[int]]:
+    """Numbers of rows of near lengths."""
+    order = sorted(range(len(rows)), key=lambda n: len(rows[n]))
+    return [order[begin : begin + size] for begin in range(0, len(order), size)]
 
 
 def scored(
@@ -772,8 +769,7 @@ def dropping(model: Any, attention: float = 0.0, hidden: float = 0.0):
     with ExitStack() as stack:
         for module in model.modules():
             if attention and isinstance(getattr(module, "attention_dropout", None), int | float):
-                stack.callback(setattr, module, "attention_dropout", module.attention_dropout)
-                module.attention_dropout = attention
+                stack.enter_context(patch.object(module, "attention_dropout", attention))
         if hidden:
             for layer in layers_of(model):
                 hook = layer.register_forward_hook(lambda _, __, out: _dropped(out, hidden))
@@ -836,11 +832,9 @@ def updated(
     """A copy of the model after optimizer steps that raise the log-probs of rows by weight."""
     model = copy.deepcopy(program.model).requires_grad_(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    order = sorted(range(len(rows)), key=lambda n: len(rows[n]))
     for _ in range(steps):
         optimizer.zero_grad()
-        for begin in range(0, len(order), 16):
-            chosen = order[begin : begin + 16]
+        for chosen in batches(rows):
             found = scored(model, [rows[n] for n in chosen], pad=program.tokenizer.pad_token_id)
             loss = sum(
                 -(weights[n] * values[torch.from_numpy(masks[n][1:])]).sum()
