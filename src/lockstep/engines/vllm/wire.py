@@ -409,7 +409,8 @@ class VllmWire(HttpWire):
             raise EngineError(f"{self.url}: {reason}, and it is not this run's to start.")
         self._context.on_wait(f"starting vLLM again from {directory}: {reason}")
         self._drop_link()
-        await asyncio.to_thread(server.restart, directory, self._context.on_wait)
+        await asyncio.to_thread(server.process.stop)
+        await asyncio.to_thread(server.start, directory)
         self._client = server.client
         for name, adapter in self._loaded.items():
             await self.load_adapter(name, adapter)
@@ -454,17 +455,18 @@ def _routes(text: str) -> Routes:
 def vllm_on_server(config: VllmConfig, context: EngineContext) -> ServedEngine:
     """An engine on the server at the first of engine.urls, or on a server that is started here and
     ends with `close`. Returns when it answers."""
-    if config.urls:
-        client = connect(config, context, name="vllm", how_started=HOW_STARTED)
-        lease = Lease(context.run, server=client.url, take_over=config.take_over)
-        wire = VllmWire(client, context, decoder=config.decoder, is_delta=config.delta_sync)
-        return ServedEngine(wire, lease=lease)
-    server = VllmServer(config, context)
+    server = None if config.urls else VllmServer(config, context)
     try:
-        server.wait(context.on_wait)
-        lease = Lease(context.run, server=server.client.url)
-        wire = VllmWire(server.client, context, server=server, is_delta=config.delta_sync)
-        return ServedEngine(wire, lease=lease)
-    except BaseException:  # Ctrl-C while it loads leaves no server either
-        server.process.stop()
+        if server is None:
+            client = connect(config, context, name="vllm", how_started=HOW_STARTED)
+        else:
+            client = server.client
+        wire = VllmWire(
+            client, context, server=server, decoder=config.decoder, is_delta=config.delta_sync
+        )
+    except BaseException:
+        if server is not None:
+            server.process.stop()
         raise
+    lease = Lease(context.run, server=client.url, take_over=config.take_over)
+    return ServedEngine(wire, lease=lease)
