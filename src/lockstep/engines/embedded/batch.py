@@ -21,14 +21,7 @@ from lockstep.engines.base import Scores
 from lockstep.engines.embedded.kv_cache import ZERO_PAGE, PagedCache, PageLease, ResidentCache
 from lockstep.engines.grammar import GrammarState
 from lockstep.engines.ledger import Entry
-from lockstep.engines.sampling import (
-    DrawRule,
-    Group,
-    group_rows,
-    sample_groups,
-    stream_of,
-    uniforms,
-)
+from lockstep.engines.sampling import DrawRule, sample_rows, stream_of
 from lockstep.ops.base import Ops
 from lockstep.ops.chunks import StateStep, fed_positions
 from lockstep.ops.context import PagedContext, ResidentRows
@@ -180,8 +173,6 @@ class BatchRows:
         self.sampled_ids = np.empty((capacity, max_context), np.int32)
         self.logprobs = np.empty((capacity, max_context), np.float32)
         self._rules: list[DrawRule] = []
-        self._groups: tuple[int, list[Group]] | None = None
-        """First row that the last `sample` drew for, and the groups from there on."""
         self.num_changes = 0
         """Changes of rows and their pages."""
 
@@ -220,7 +211,6 @@ class BatchRows:
         sequence.row = row
         self.sequences.append(sequence)
         self.num += 1
-        self._groups = None
         self.num_changes += 1
 
     def remove(self, row: int) -> None:
@@ -242,7 +232,6 @@ class BatchRows:
         self.pages[last, : self.num_pages[last]] = ZERO_PAGE
         self.sequences.pop()
         self.num = last
-        self._groups = None
         self.num_changes += 1
 
     def add_page(self, row: int, page: int) -> None:
@@ -270,18 +259,30 @@ class BatchRows:
 
         The second holds only rows that ask for their support.
         """
-        device, rows = logits.device, slice(first, self.num)
-        uniform = to_device(uniforms(self.streams[rows], self.positions[rows] + 1), device)
-        if self._groups is None or self._groups[0] != first:
-            self._groups = first, group_rows(self._rules, self.rule_of[rows], device, first=first)
-        filters = {"top_p": self.top_p, "top_k": self.top_k, "allowed": self._allowed}
-        ids, logprobs, support = sample_groups(logits, uniform, self._groups[1], ops, **filters)
+        rows = np.arange(first, self.num)
+        ids, logprobs, support = self.draw(logits, rows, self.positions[rows], ops)
         return pack_draws(ids, logprobs), support
 
-    def groups_of(self, row_of: npt.NDArray[np.int64], device: torch.device) -> list[Group]:
-        """The draws of several tokens per row by their rules. row_of: [T] the row of each."""
-        found = group_rows(self._rules, self.rule_of[row_of], device)
-        return [(rule, at, row_of[numbers]) for rule, at, numbers in found]
+    def draw(
+        self,
+        logits: Tensor,
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        ops: Ops,
+    ) -> tuple[Tensor, Tensor, dict[int, Int32Array]]:
+        """Draws the token behind each of `positions` [T] of `rows` [T]: see `sample_rows`."""
+        return sample_rows(
+            logits,
+            rows,
+            positions + 1,
+            ops,
+            rules=self._rules,
+            rule_of=self.rule_of,
+            streams=self.streams,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            allowed=self._allowed,
+        )
 
     def text(self, row: int) -> Int32Array:
         """Ids of the prompt, and those sampled since."""

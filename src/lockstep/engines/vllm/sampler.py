@@ -23,10 +23,9 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.sampler import Sampler
 
-from lockstep.engines.sampling import DrawRule, group_rows, sample_groups, stream_of, uniforms
+from lockstep.engines.sampling import DrawRule, sample_rows, stream_of
 from lockstep.engines.vllm.plugin import DISTRIBUTION, SEED, SUPPORT
 from lockstep.models.decoder import Decoder
-from lockstep.ops.transfer import to_device
 from lockstep.types import Int32Array
 
 
@@ -111,21 +110,20 @@ class ExactSampler(Sampler):
         processors = sampling_metadata.logitsprocs.argmax_invariant
         known = next((found.rows for found in processors if isinstance(found, DrawSettings)), {})
         rows = [known.get(at, NO_ROW) for at in range(len(logits))]
-        streams = np.array([row.stream for row in rows], np.uint64)
         positions = np.array([row.num_prompt + len(row.output_ids) for row in rows], np.int64)
-        device, ops = logits.device, self._decoder[0].ops
         with torch.inference_mode():
             logits = self.apply_logits_processors(
                 logits.float(), sampling_metadata, predict_bonus_token
             )
-            uniform = to_device(uniforms(streams, positions), device)
             rules = list(dict.fromkeys(row.rule for row in rows))
-            rule_of = np.array([rules.index(row.rule) for row in rows])
-            ids, logprobs, support = sample_groups(
+            ids, logprobs, support = sample_rows(
                 logits,
-                uniform,
-                group_rows(rules, rule_of, device),
-                ops,
+                np.arange(len(rows)),
+                positions,
+                self._decoder[0].ops,
+                rules=rules,
+                rule_of=np.array([rules.index(row.rule) for row in rows]),
+                streams=np.array([row.stream for row in rows], np.uint64),
                 top_p=np.array([row.top_p for row in rows], np.float32),
                 top_k=np.array([row.top_k for row in rows], np.int64),
                 pack=lambda kept: np.flatnonzero(kept).astype(np.int32),
