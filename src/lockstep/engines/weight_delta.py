@@ -33,7 +33,7 @@ class DeltaEncoder:
         new = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
         new = new.copy_(tensor.detach()).flatten().view(INTEGERS[tensor.element_size()])
         whole, held = new.view(torch.uint8), self._held.get(name)
-        self.checksum = zlib.crc32(whole.numpy(), self.checksum)
+        self.checksum = zlib.crc32(whole.numpy().data, self.checksum)
         self._held[name] = new
         if held is None or held.shape != new.shape or held.dtype != new.dtype:
             return None, whole
@@ -66,5 +66,5 @@ class DeltaDecoder:
             at = blocks * BLOCK + offsets.clone().view(torch.uint16).to(torch.int64)
             held[at] = values.clone().view(integers)
         held = self._held[name]
-        self.checksum = zlib.crc32(held.view(torch.uint8).numpy(), self.checksum)
+        self.checksum = zlib.crc32(held.view(torch.uint8).numpy().data, self.checksum)
         return held.view(dtype).reshape(list(shape)).clone()

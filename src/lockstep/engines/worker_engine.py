@@ -30,7 +30,7 @@ from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.engines.ledger import check_source
 from lockstep.errors import EngineDownError, EngineError, LockstepError, TornWeightsError
-from lockstep.launch.shared_file import Address, Newest, SharedFile, mapped
+from lockstep.launch.shared_file import Address, SharedFile, mapped
 from lockstep.launch.threads import in_thread
 from lockstep.launch.workers import Batch, Line, WorkerProcess, end_now, portable
 from lockstep.models.decoder import Decoder
@@ -190,8 +190,9 @@ class WorkerEngine(Engine):
             return
         outlines = outlines_of(source)
         # Held until the worker has answered: the memory goes with the last reference to it.
-        write = partial(written, self._context.newest, source, outlines, version=version)
-        file = await in_thread(write, device=self._device)
+        write = partial(shared, source, outlines)
+        written = partial(self._context.newest.written, source, version, write)
+        file = await in_thread(written, device=self._device)
         await self._ask("load_shared", outlines=outlines, address=file.address, version=version)
 
     async def load_adapter(self, name: str, source: Any, *, version: int) -> None:
@@ -314,17 +315,13 @@ def tensors_in(memory: Any, outlines: Sequence[Outline]) -> dict[str, Tensor]:
     return out
 
 
-def written(
-    newest: Newest, source: Mapping[str, Tensor], outlines: Sequence[Outline], *, version: int
-) -> SharedFile:
-    """The file that holds the tensors, copied in the order of the mapping, once per version."""
-
-    def fill(memory: Any) -> None:
-        for name, tensor in tensors_in(memory, outlines).items():
-            tensor.copy_(source[name].detach())
-
+def shared(source: Mapping[str, Tensor], outlines: Sequence[Outline]) -> SharedFile:
+    """A file that holds the tensors, copied in the order of the mapping."""
     sizes = [_aligned(math.prod(shape) * dtype.itemsize) for _, dtype, shape in outlines]
-    return newest.written(source, version, sum(sizes), fill)
+    file = SharedFile(sum(sizes))
+    for name, tensor in tensors_in(file.memory, outlines).items():
+        tensor.copy_(source[name].detach())
+    return file
 
 
 def _aligned(num_bytes: int) -> int:

@@ -29,8 +29,6 @@ from lockstep.launch.place import END_SECONDS, Rank, end_by_sigterm, failed_call
 
 T = TypeVar("T")
 
-JOIN_SECONDS = 300.0
-"""Time that processes of one machine have to import torch and meet."""
 POLL_SECONDS = 0.1
 """Interval of checks whether a process that should join has ended."""
 
@@ -199,16 +197,7 @@ def _call(
     process that this one started to end. It returns how the process ended, or ""."""
     from lockstep.launch.ranks import Ranks
 
-    is_local = place.meeting.startswith("tcp://127.")
-    join = partial(
-        Ranks.join,
-        place,
-        sequence=parallel.sequence,
-        device=device,
-        timeout_seconds=parallel.timeout_seconds,
-        join_seconds=JOIN_SECONDS if is_local else None,
-    )
-    ranks = _in_thread(join, why_lost)
+    ranks = _in_thread(partial(Ranks.join, place, parallel, device=device), why_lost)
     ranks.use_device()
     try:
         with ranks.taking_interrupts():

@@ -283,7 +283,7 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         if sampling.grammar:
             sequence.grammar = self._vocabulary.begin(sampling.grammar)
         if sampling.record_routes:
-            self._keep_routes()
+            self._cache.keep_routes(self._model.config)
             sequence.routes, sequence.num_routed = [], request.routes_from
         if request.stream or sampling.stop_strings:
             self._watched[sequence] = None
@@ -297,17 +297,6 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         if adapter not in self._adapters:
             raise no_adapter(where, adapter, self._adapters)
         return self._adapters[adapter]
-
-    def _keep_routes(self) -> None:
-        """Starts to record routes, for all requests, with the first request that asks: one request
-        computes another's prefix."""
-        model = self._model.config
-        if self._cache.routes is None:
-            self._cache.keep_routes(
-                num_layers=len(model.routed_layers),
-                num_active=model.num_active_experts,
-                num_experts=model.num_experts,
-            )
 
     # -- the driver ---------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from lockstep.engines.embedded.state_cache import StateCache
+from lockstep.models.config import ModelConfig
 from lockstep.ops.context import KEY_BLOCK, planes_of
 from lockstep.ops.contract import CHUNK
 from lockstep.ops.transfer import to_device
@@ -185,12 +186,14 @@ class PagedCache:
             self.states.allocate()
         self._free = list(range(self.num_pages, 0, -1))
 
-    def keep_routes(self, *, num_layers: int, num_active: int, num_experts: int) -> None:
-        """Stores routes for every further position. Cached positions have no routes and are
-        dropped."""
-        self.forget()
-        self._no_routes = np.empty((0, num_layers, num_active), route_dtype(num_experts))
-        self._allocate_routes()
+    def keep_routes(self, model: ModelConfig) -> None:
+        """Stores routes for every further position, from the first call on: one request computes
+        another's prefix. Positions cached before have no routes and are dropped."""
+        if self.routes is None:
+            self.forget()
+            shape = (0, len(model.routed_layers), model.num_active_experts)
+            self._no_routes = np.empty(shape, route_dtype(model.num_experts))
+            self._allocate_routes()
 
     def _allocate_routes(self) -> None:
         if self._no_routes is not None:
