@@ -215,22 +215,13 @@ class GroupProcess:
 class LoggedProcess(GroupProcess):
     """A process that prints into a log."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        name: str,
-        log: Path,
-        environment: Mapping[str, str] | None = None,
-        pass_fds: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, command: Sequence[str], *, log: Path, **options: Any) -> None:
+        """options: see `GroupProcess`."""
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab", buffering=0) as output:
             streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-            super().__init__(
-                command, name=name, environment=environment, pass_fds=pass_fds, **streams
-            )
+            super().__init__(command, **streams, **options)
 
     def why_ended(self) -> str:
         """How the process ended, in words, with the end of its log."""

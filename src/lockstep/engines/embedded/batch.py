@@ -21,7 +21,7 @@ from lockstep.engines.base import Scores
 from lockstep.engines.embedded.kv_cache import ZERO_PAGE, PagedCache, PageLease, ResidentCache
 from lockstep.engines.grammar import GrammarState
 from lockstep.engines.ledger import Entry
-from lockstep.engines.sampling import DrawRule, sample_rows, stream_of
+from lockstep.engines.sampling import DrawRule, DrawTable, stream_of
 from lockstep.ops.base import Ops
 from lockstep.ops.chunks import StateStep, fed_positions
 from lockstep.ops.context import PagedContext, ResidentRows
@@ -140,13 +140,20 @@ _MOVED = (
 """Arrays of `BatchRows` whose entry moves with the row as it is."""
 
 
-class BatchRows:
+class BatchRows(DrawTable):
     """State of the requests that sample a token in every step: one entry per row in each array.
 
     The next step feeds `last_ids` at `positions`, and samples the token of the next position.
     """
 
     def __init__(self, capacity: int, max_context: int, page_size: int) -> None:
+        super().__init__(
+            rules=[],
+            rule_of=np.zeros(capacity, np.int64),
+            streams=np.zeros(capacity, np.uint64),
+            top_p=np.ones(capacity, np.float32),
+            top_k=np.zeros(capacity, np.int64),
+        )
         self.num = 0
         self.page_size = page_size
         self.sequences: list[Sequence] = []
@@ -156,11 +163,7 @@ class BatchRows:
         self.num_pages = np.zeros(capacity, np.int64)
         self.counts = np.zeros(capacity, np.int64)
         self.limits = np.zeros(capacity, np.int64)
-        self.streams = np.zeros(capacity, np.uint64)
-        self.top_p = np.ones(capacity, np.float32)
-        self.top_k = np.zeros(capacity, np.int64)
         self.stop_ids = np.full((capacity, 4), -1, np.int64)
-        self.rule_of = np.zeros(capacity, np.int64)
         self.adapters = np.zeros(capacity, np.int64)
         """Number of each row's `WeightsKey`."""
         self.slots = np.zeros(capacity, np.int64)
@@ -172,7 +175,6 @@ class BatchRows:
         # As long as the longest possible reply; untouched memory is not taken from the system.
         self.sampled_ids = np.empty((capacity, max_context), np.int32)
         self.logprobs = np.empty((capacity, max_context), np.float32)
-        self._rules: list[DrawRule] = []
         self.num_changes = 0
         """Changes of rows and their pages."""
 
@@ -199,9 +201,9 @@ class BatchRows:
             sequence.support is not None,
             sequence.grammar is not None,
         )
-        if rule not in self._rules:
-            self._rules.append(rule)
-        self.rule_of[row] = self._rules.index(rule)
+        if rule not in self.rules:
+            self.rules.append(rule)
+        self.rule_of[row] = self.rules.index(rule)
         self.adapters[row] = sequence.weights.number
         self.slots[row] = sequence.held.slot
         self.is_loaded[row] = False
@@ -249,7 +251,7 @@ class BatchRows:
     def shared_rule(self) -> DrawRule | None:
         """The rule that all rows draw by; None if rules differ."""
         rule_of = self.rule_of[: self.num]
-        return self._rules[rule_of[0]] if (rule_of == rule_of[0]).all() else None
+        return self.rules[rule_of[0]] if (rule_of == rule_of[0]).all() else None
 
     def sample(
         self, logits: Tensor, ops: Ops, *, first: int = 0
@@ -260,29 +262,8 @@ class BatchRows:
         The second holds only rows that ask for their support.
         """
         rows = np.arange(first, self.num)
-        ids, logprobs, support = self.draw(logits, rows, self.positions[rows], ops)
+        ids, logprobs, support = self.draw(logits, rows, self.positions[rows] + 1, ops)
         return pack_draws(ids, logprobs), support
-
-    def draw(
-        self,
-        logits: Tensor,
-        rows: npt.NDArray[np.int64],
-        positions: npt.NDArray[np.int64],
-        ops: Ops,
-    ) -> tuple[Tensor, Tensor, dict[int, Int32Array]]:
-        """Draws the token behind each of `positions` [T] of `rows` [T]: see `sample_rows`."""
-        return sample_rows(
-            logits,
-            rows,
-            positions + 1,
-            ops,
-            rules=self._rules,
-            rule_of=self.rule_of,
-            streams=self.streams,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            allowed=self._allowed,
-        )
 
     def text(self, row: int) -> Int32Array:
         """Ids of the prompt, and those sampled since."""
@@ -290,14 +271,14 @@ class BatchRows:
         num_new = int(self.positions[row]) + 1 - len(ids)
         return np.concatenate([ids, self.sampled_ids[row, count - num_new : count]])
 
-    def _allowed(self, row: int) -> npt.NDArray[np.bool_]:
+    def allowed(self, row: int) -> npt.NDArray[np.bool_]:
         grammar = self.sequences[row].grammar
         assert grammar is not None, "a constrained row has one"
         return grammar.allowed()
 
     def constrained(self) -> list[Sequence]:
         """Requests with a grammar."""
-        rules = [i for i, rule in enumerate(self._rules) if rule.is_constrained]
+        rules = [i for i, rule in enumerate(self.rules) if rule.is_constrained]
         rows = np.flatnonzero(np.isin(self.rule_of[: self.num], rules)) if rules else ()
         return [self.sequences[row] for row in rows]
 

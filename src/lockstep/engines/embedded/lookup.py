@@ -82,7 +82,7 @@ def draw(guesses: list[Guess], rows: BatchRows, logits: torch.Tensor, ops: Ops) 
     lengths = [len(guess.guessed) for guess in guesses]
     row_of = np.repeat([guess.sequence.row for guess in guesses], lengths)
     positions = np.concatenate([np.arange(g.start, g.stop) for g in guesses])
-    ids, logprobs, _ = rows.draw(logits, row_of, positions, ops)
+    ids, logprobs, _ = rows.draw(logits, row_of, positions + 1, ops)
     ends = np.cumsum(lengths)[:-1]
     parts = (np.split(drawn.cpu().numpy(), ends) for drawn in (ids.int(), logprobs))
     for guess, *drawn in zip(guesses, *parts, strict=True):

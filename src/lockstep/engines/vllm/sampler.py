@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
@@ -23,7 +24,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.sampler import Sampler
 
-from lockstep.engines.sampling import DrawRule, sample_rows, stream_of
+from lockstep.engines.sampling import DrawRule, DrawTable, stream_of
 from lockstep.engines.vllm.plugin import DISTRIBUTION, SEED, SUPPORT
 from lockstep.models.decoder import Decoder
 from lockstep.types import Int32Array
@@ -89,6 +90,10 @@ def _row(params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[
     return _DrawRow(rule, stream, params.top_p, top_k, len(prompt_ids or ()), output_ids)
 
 
+def _unpacked(kept: npt.NDArray[np.bool_]) -> Int32Array:
+    return np.flatnonzero(kept).astype(np.int32)
+
+
 class ExactSampler(Sampler):
     """Takes the place of vLLM's sampler."""
 
@@ -116,18 +121,15 @@ class ExactSampler(Sampler):
                 logits.float(), sampling_metadata, predict_bonus_token
             )
             rules = list(dict.fromkeys(row.rule for row in rows))
-            ids, logprobs, support = sample_rows(
-                logits,
-                np.arange(len(rows)),
-                positions,
-                self._decoder[0].ops,
+            table = DrawTable(
                 rules=rules,
                 rule_of=np.array([rules.index(row.rule) for row in rows]),
                 streams=np.array([row.stream for row in rows], np.uint64),
                 top_p=np.array([row.top_p for row in rows], np.float32),
                 top_k=np.array([row.top_k for row in rows], np.int64),
-                pack=lambda kept: np.flatnonzero(kept).astype(np.int32),
             )
+            everyone, ops = np.arange(len(rows)), self._decoder[0].ops
+            ids, logprobs, support = table.draw(logits, everyone, positions, ops, pack=_unpacked)
             self.support = None
             if support:
                 none = np.empty(0, np.int32)
