@@ -82,7 +82,7 @@ class WorkerProcess(Line, LoggedProcess):
                 [sys.executable, "-c", _MAIN, work, str(theirs.fileno())],
                 name=name,
                 log=log,
-                environment={**os.environ, "PYTHONPATH": module_path(), **(environment or {})},
+                env={**os.environ, "PYTHONPATH": module_path(), **(environment or {})},
                 pass_fds=(theirs.fileno(),),
             )
 
