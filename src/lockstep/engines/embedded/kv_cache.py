@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.state_cache import StateCache
 from lockstep.models.config import ModelConfig
 from lockstep.ops.context import KEY_BLOCK, planes_of
@@ -143,24 +144,16 @@ class ResidentCache:
 class PagedCache:
     """Memory for keys and values, the trie over it, and its least-recently-used order."""
 
-    def __init__(
-        self,
-        shape: tuple[int, int, int],
-        *,
-        num_pages: int,
-        page_size: int,
-        is_caching: bool,
-        like: torch.Tensor,
-        has_values: bool = True,
-        states: StateCache | None = None,
-    ) -> None:
-        """shape: layers, heads of the keys, their width. like: a tensor with the keys' dtype and
-        device. has_values: False where keys hold the values; `values` is then `keys`. states: of a
-        model with linear attention; then only prefixes up to a kept state are reused."""
-        self.has_values, self.states = has_values, states
-        self.page_size, self.num_pages, self.is_caching = page_size, num_pages, is_caching
-        num_layers, num_heads, width = shape
-        self._shape = (num_layers, num_heads, num_pages + 1, page_size, width)
+    def __init__(self, model: ModelConfig, config: EmbeddedConfig, *, like: torch.Tensor) -> None:
+        """like: a tensor with the keys' dtype and device."""
+        self.has_values = model.latent is None
+        """False where keys hold the values; `values` is then `keys`."""
+        self.states = None if model.linear is None else StateCache(model.linear, config, like=like)
+        """Of a model with linear attention; then only prefixes up to a kept state are reused."""
+        self.page_size, self.is_caching = config.page_size, config.prefix_cache
+        self.num_pages = num_pages = config.kv_cache_tokens // config.page_size
+        num_layers, page_size = len(model.attention_layers), self.page_size
+        self._shape = (num_layers, model.num_kv_heads, num_pages + 1, page_size, model.key_dim)
         self._dtype, self._device = like.dtype, like.device
         self._tokens = np.zeros((num_pages + 1, page_size), np.int32)
         self.epoch = 0
