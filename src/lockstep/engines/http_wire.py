@@ -63,33 +63,34 @@ class HttpWire(Wire):
     async def ping(self) -> None:
         await self._client.get(self.ping_path)
 
+    def check_model(self, found: Mapping[str, Any], keys: Sequence[str]) -> None:
+        """Raises CapabilityError if the server's model differs from the trainer's config.json in
+        one of these keys. For servers whose weights are replaced: their first weights cannot be
+        compared."""
+        directory = self._context.directory
+        file = directory / "config.json"
+        own = json.loads(file.read_text()) if file.is_file() else {}
+        differing = [
+            f"{key} {found[key]!r} (the trainer's: {own[key]!r})"
+            for key in keys
+            if own.get(key) is not None and found.get(key) is not None and own[key] != found[key]
+        ]
+        if differing:
+            raise CapabilityError(
+                f"engine {self._client.name} at {self.url} serves another model than {directory}: "
+                f"{', '.join(differing)}. Start it with that directory, or name its model with "
+                "model=."
+            )
 
-def check_same_config(
-    name: str, url: str, context: EngineContext, found: Mapping[str, Any], keys: Sequence[str]
-) -> None:
-    """Raises CapabilityError if a server's model differs from the trainer's config.json in one of
-    these keys. For servers whose weights are replaced: their first weights cannot be compared."""
-    file = context.directory / "config.json"
-    own = json.loads(file.read_text()) if file.is_file() else {}
-    differing = [
-        f"{key} {found[key]!r} (the trainer's: {own[key]!r})"
-        for key in keys
-        if own.get(key) is not None and found.get(key) is not None and own[key] != found[key]
-    ]
-    if differing:
-        raise CapabilityError(
-            f"engine {name} at {url} serves another model than {context.directory}: "
-            f"{', '.join(differing)}. Start it with that directory, or name its model with model=."
-        )
+    def check_scored(self, scored: list[int], ids: list[int]) -> None:
+        """Raises EngineError unless log-probs belong to the ids beside them. scored: ids of the
+        log-probs."""
+        if scored != ids:
+            raise EngineError(
+                f"{self.url}: log-probs of the ids {scored[:8]} beside the ids {ids[:8]}."
+            )
 
-
-def check_echoed_ids(scored: list[int], ids: list[int], where: str) -> None:
-    """Raises EngineError unless log-probs belong to the ids beside them. scored: ids of the
-    log-probs."""
-    if scored != ids:
-        raise EngineError(f"{where}: log-probs of the ids {scored[:8]} beside the ids {ids[:8]}.")
-
-
-def labels_of(answer: Mapping[str, Any]) -> tuple[str, ...]:
-    """The labels of the weights that sampled an answer, in order."""
-    return tuple(span["version"] for span in answer.get("weight_versions") or ())
+    @staticmethod
+    def labels_of(answer: Mapping[str, Any]) -> tuple[str, ...]:
+        """The labels of the weights that sampled an answer, in order."""
+        return tuple(span["version"] for span in answer.get("weight_versions") or ())

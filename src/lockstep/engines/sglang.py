@@ -17,13 +17,7 @@ import numpy as np
 from lockstep.engines.base import Capabilities, EngineContext
 from lockstep.engines.config import SGLangConfig
 from lockstep.engines.http import HttpClient
-from lockstep.engines.http_wire import (
-    HttpWire,
-    check_echoed_ids,
-    check_same_config,
-    connect,
-    labels_of,
-)
+from lockstep.engines.http_wire import HttpWire, connect
 from lockstep.engines.lease import Lease
 from lockstep.engines.served import AnswerChunk, ServedEngine
 from lockstep.errors import CapabilityError, EngineError, ServerRefusedError
@@ -72,7 +66,7 @@ class SGLangWire(HttpWire):
                 "it with the flag, or leave the setting."
             )
         found = client.call_now("/model_info")
-        check_same_config("sglang", client.url, context, found, ("model_type", "architectures"))
+        self.check_model(found, ("model_type", "architectures"))
         self._model = getattr(context.model, "config", None)
         is_moe = bool(getattr(self._model, "is_moe", False))  # transformers' models have their own
         self._sends_increments = bool(info.get("incremental_streaming_output"))
@@ -181,7 +175,7 @@ class SGLangWire(HttpWire):
         """num_before: tokens of the answer that came with earlier events."""
         about = answer["meta_info"]
         ids, logprobs = answer["output_ids"], _entries(about, "output_token_logprobs")
-        check_echoed_ids(logprobs[0], list(ids), self.url)
+        self.check_scored(logprobs[0], list(ids))
         reason = about["finish_reason"] or {}
         kind = reason.get("type")
         if kind == "abort" and reason.get("status_code"):
@@ -200,7 +194,7 @@ class SGLangWire(HttpWire):
             prompt_ids=answer.get("prompt_token_ids"),
             num_cached_tokens=int(about.get("cached_tokens") or 0),
             routed_experts=routes,
-            labels=labels_of(about) or (about["weight_version"],),
+            labels=self.labels_of(about) or (about["weight_version"],),
         )
 
     def _routes(self, text: str) -> Routes:

@@ -26,13 +26,7 @@ import numpy as np
 from lockstep.engines.base import Capabilities, EngineContext, WeightSource
 from lockstep.engines.config import DecoderChoice, VllmConfig
 from lockstep.engines.http import HttpClient
-from lockstep.engines.http_wire import (
-    HttpWire,
-    check_echoed_ids,
-    check_same_config,
-    connect,
-    labels_of,
-)
+from lockstep.engines.http_wire import HttpWire, connect
 from lockstep.engines.lease import Lease
 from lockstep.engines.served import AnswerChunk, ServedEngine
 from lockstep.engines.vllm.plugin import DISTRIBUTION, SCORE_FROM, SEED, SUPPORT, check_attached
@@ -196,7 +190,7 @@ class VllmWire(HttpWire):
         self._is_ours = bool(found.get("fingerprint"))
         if server is None:
             check_attached(decoder, found, url=client.url)
-        check_same_config("vllm", client.url, context, shape, SHAPE_FIELDS)
+        self.check_model(shape, SHAPE_FIELDS)
         has_adapters = settings.get("lora_config") is not None
         if self._why_not_in_place and not has_adapters and server is None:
             raise CapabilityError(
@@ -285,7 +279,7 @@ class VllmWire(HttpWire):
             logprobs=found,
             prompt_ids=answer["prompt_token_ids"],
             num_cached_tokens=_num_cached(answer),
-            labels=labels_of(answer["choices"][0]),
+            labels=self.labels_of(answer["choices"][0]),
         )
 
     def _body(self, request: Request, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -303,7 +297,7 @@ class VllmWire(HttpWire):
     def _chunk(self, answer: Any, choice: Any, *, has_ended: bool) -> AnswerChunk:
         ids = choice["token_ids"] or []
         content = (choice["logprobs"] or {}).get("content") or []
-        check_echoed_ids([entry["token_id"] for entry in content], ids, self.url)
+        self.check_scored([entry["token_id"] for entry in content], ids)
         routes = choice.get("routed_experts")
         return AnswerChunk(
             token_ids=ids,
@@ -314,7 +308,7 @@ class VllmWire(HttpWire):
             num_cached_tokens=_num_cached(answer),
             routed_experts=None if routes is None else _routes(routes),
             support=choice.get("sampling_mask"),
-            labels=labels_of(choice) if has_ended else (),
+            labels=self.labels_of(choice) if has_ended else (),
         )
 
     async def abort(self, call_id: str) -> None:
