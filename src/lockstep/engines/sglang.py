@@ -16,9 +16,7 @@ import numpy as np
 
 from lockstep.engines.base import Capabilities, EngineContext
 from lockstep.engines.config import SGLangConfig
-from lockstep.engines.http import HttpClient
-from lockstep.engines.http_wire import HttpWire, connect
-from lockstep.engines.lease import Lease
+from lockstep.engines.http_wire import HttpWire
 from lockstep.engines.served import AnswerChunk, ServedEngine
 from lockstep.errors import CapabilityError, EngineError, ServerRefusedError
 from lockstep.types import Distribution, Request, Routes
@@ -47,19 +45,20 @@ def _entries(about: Mapping[str, Any], name: str) -> tuple[list[int], list[float
 class SGLangWire(HttpWire):
     """`Wire` to one SGLang server."""
 
+    name = "sglang"
+    how_started = "python -m sglang.launch_server --model-path MODEL --skip-tokenizer-init"
     ping_path = "/model_info"
     adapter_routes = ("/load_lora_adapter", "/unload_lora_adapter")
     label_options: ClassVar[Mapping[str, Any]] = {"abort_all_requests": False}
 
-    def __init__(
-        self, client: HttpClient, context: EngineContext, *, must_be_deterministic: bool
-    ) -> None:
+    def __init__(self, config: SGLangConfig, context: EngineContext) -> None:
         """Finds out about the running server. Raises CapabilityError, with the reason, if it
         cannot be used."""
-        super().__init__(client, context)
+        super().__init__(config, context)
+        client = self._client
         info = client.call_now("/server_info")
         is_deterministic = bool(info.get("enable_deterministic_inference"))
-        if must_be_deterministic and not is_deterministic:
+        if config.deterministic and not is_deterministic:
             raise CapabilityError(
                 f"engine sglang at {client.url} was started without "
                 "--enable-deterministic-inference, and engine.deterministic=true wants it. Start "
@@ -250,12 +249,7 @@ class SGLangWire(HttpWire):
         await self._client.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
 
 
-HOW_STARTED = "python -m sglang.launch_server --model-path MODEL --skip-tokenizer-init"
-
-
 def sglang_engine(config: SGLangConfig, context: EngineContext) -> ServedEngine:
     """The engine of engine=sglang. Returns when the server answers."""
-    client = connect(config, context, name="sglang", how_started=HOW_STARTED)
-    wire = SGLangWire(client, context, must_be_deterministic=config.deterministic)
-    lease = Lease(context.run, server=client.url, take_over=config.take_over)
-    return ServedEngine(wire, lease=lease)
+    wire = SGLangWire(config, context)
+    return ServedEngine(wire, lease=wire.lease())

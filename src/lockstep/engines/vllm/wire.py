@@ -24,10 +24,9 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from lockstep.engines.base import Capabilities, EngineContext, WeightSource
-from lockstep.engines.config import DecoderChoice, VllmConfig
+from lockstep.engines.config import VllmConfig
 from lockstep.engines.http import HttpClient
-from lockstep.engines.http_wire import HttpWire, connect
-from lockstep.engines.lease import Lease
+from lockstep.engines.http_wire import HttpWire
 from lockstep.engines.served import AnswerChunk, ServedEngine
 from lockstep.engines.vllm.plugin import DISTRIBUTION, SCORE_FROM, SEED, SUPPORT, check_attached
 from lockstep.engines.vllm.started import WORKER_EXTENSION, VllmServer
@@ -38,12 +37,6 @@ from lockstep.types import Distribution, Request, Routes
 
 CHECKED_VERSION = "0.32"
 """Version of vLLM that this was tested with."""
-
-HOW_STARTED = (
-    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --skip-tokenizer-init --enable-scale-out "
-    "--enable-prompt-tokens-details --logprobs-mode=processed_logprobs "
-    "--generation-config=vllm --scheduling-policy=priority"
-)
 
 GENERATE = "/inference/v1/generate"
 
@@ -165,21 +158,21 @@ def _counts_cached(client: HttpClient) -> bool:
 class VllmWire(HttpWire):
     """`Wire` to one vLLM server. server: the process, if the run has started it."""
 
+    name = "vllm"
+    how_started = (
+        "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --skip-tokenizer-init --enable-scale-out "
+        "--enable-prompt-tokens-details --logprobs-mode=processed_logprobs "
+        "--generation-config=vllm --scheduling-policy=priority"
+    )
     adapter_routes = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
     def __init__(
-        self,
-        client: HttpClient,
-        context: EngineContext,
-        *,
-        server: VllmServer | None = None,
-        decoder: DecoderChoice = "auto",
-        is_delta: bool = False,
+        self, config: VllmConfig, context: EngineContext, *, server: VllmServer | None = None
     ) -> None:
         """Finds out about the running server. Raises CapabilityError, with the command that would
         help, if it lacks what a run needs or serves another model."""
-        super().__init__(client, context)
-        self.server, self._is_delta = server, is_delta
+        super().__init__(config, context, server and server.client)
+        self.server, self._is_delta, client = server, config.delta_sync, self._client
         self._link: WeightSender | None = None
         settings = _settings(client)
         model = settings["model_config"]
@@ -189,7 +182,7 @@ class VllmWire(HttpWire):
         shape, self._why_not_in_place = found["config"], found["why_not_in_place"]
         self._is_ours = bool(found.get("fingerprint"))
         if server is None:
-            check_attached(decoder, found, url=client.url)
+            check_attached(config.decoder, found, url=client.url)
         self.check_model(shape, SHAPE_FIELDS)
         has_adapters = settings.get("lora_config") is not None
         if self._why_not_in_place and not has_adapters and server is None:
@@ -451,16 +444,9 @@ def vllm_on_server(config: VllmConfig, context: EngineContext) -> ServedEngine:
     ends with `close`. Returns when it answers."""
     server = None if config.urls else VllmServer(config, context)
     try:
-        if server is None:
-            client = connect(config, context, name="vllm", how_started=HOW_STARTED)
-        else:
-            client = server.client
-        wire = VllmWire(
-            client, context, server=server, decoder=config.decoder, is_delta=config.delta_sync
-        )
+        wire = VllmWire(config, context, server=server)
     except BaseException:
         if server is not None:
             server.process.stop()
         raise
-    lease = Lease(context.run, server=client.url, take_over=config.take_over)
-    return ServedEngine(wire, lease=lease)
+    return ServedEngine(wire, lease=wire.lease())
