@@ -167,11 +167,16 @@ class VllmWire(HttpWire):
     adapter_routes = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
     def __init__(
-        self, config: VllmConfig, context: EngineContext, *, server: VllmServer | None = None
+        self,
+        config: VllmConfig,
+        context: EngineContext,
+        client: HttpClient | None = None,
+        *,
+        server: VllmServer | None = None,
     ) -> None:
         """Finds out about the running server. Raises CapabilityError, with the command that would
         help, if it lacks what a run needs or serves another model."""
-        super().__init__(config, context, server and server.client)
+        super().__init__(config, context, client)
         self.server, self._is_delta, client = server, config.delta_sync, self._client
         self._link: WeightSender | None = None
         settings = _settings(client)
@@ -444,7 +449,7 @@ def vllm_on_server(config: VllmConfig, context: EngineContext) -> ServedEngine:
     ends with `close`. Returns when it answers."""
     server = None if config.urls else VllmServer(config, context)
     try:
-        wire = VllmWire(config, context, server=server)
+        wire = VllmWire(config, context, server and server.client, server=server)
     except BaseException:
         if server is not None:
             server.process.stop()
