@@ -171,21 +171,11 @@ class Child:
 class GroupProcess:
     """A process that leads a group of processes, which ends as one."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        name: str,
-        environment: Mapping[str, str] | None = None,
-        **streams: Any,
-    ) -> None:
-        """name: for errors. environment: all variables of the process; None: this process's own.
-        streams: arguments of `subprocess.Popen`."""
+    def __init__(self, command: Sequence[str], *, name: str, **options: Any) -> None:
+        """name: for errors. options: arguments of `subprocess.Popen`."""
         self.name = name
         # A session of its own: Ctrl-C is for this process, which ends the other in order.
-        self._process = subprocess.Popen[bytes](
-            command, env=environment, start_new_session=True, **streams
-        )
+        self._process = subprocess.Popen[bytes](command, start_new_session=True, **options)
 
     @property
     def pid(self) -> int:
@@ -215,22 +205,13 @@ class GroupProcess:
 class LoggedProcess(GroupProcess):
     """A process that prints into a log."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        name: str,
-        log: Path,
-        environment: Mapping[str, str] | None = None,
-        pass_fds: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, command: Sequence[str], *, log: Path, **options: Any) -> None:
+        """options: see `GroupProcess`."""
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab", buffering=0) as output:
             streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-            super().__init__(
-                command, name=name, environment=environment, pass_fds=pass_fds, **streams
-            )
+            super().__init__(command, **streams, **options)
 
     def why_ended(self) -> str:
         """How the process ended, in words, with the end of its log."""
@@ -255,7 +236,7 @@ class _Process(GroupProcess):
     def __init__(self, command: list[str], environment: dict[str, str], name: str) -> None:
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         try:
-            super().__init__(command, name=name, environment=environment, **pipes)
+            super().__init__(command, name=name, env=environment, **pipes)
         except OSError as error:
             raise ChildError(f"{name}: {command[0]} cannot be started: {error}.") from error
         self._owner = os.getpid()

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from lockstep.agent.gateway.server import GatewayServer
     from lockstep.agent.gateway.session import GatewaySession
     from lockstep.engines.base import Engine, EngineContext
-    from lockstep.models.decoder import Decoder
     from lockstep.tinker.embedded import Base, OutsideEngine
 
 T = TypeVar("T")
@@ -486,9 +485,8 @@ async def open_base(
             on_wait=note,
             gpus=gpus_here(config.engine, 0, 1, decoder.embedding.device),
         )
-        engine, outside, numerics, line = await _open_outside(
-            config, context, decoder, model_files, numerics, place=place
-        )
+        opened = await _open_outside(config, context, model_files, numerics)
+        engine, outside, numerics, line = opened
         note(f"{name}: {line}")
     facts = {"is_one_process": outside is None, "processes": 1, **numerics.facts()}
     return Base(
@@ -504,13 +502,7 @@ async def open_base(
 
 
 async def _open_outside(
-    config: ServeConfig,
-    context: EngineContext,
-    decoder: Decoder,
-    model_files: ModelFiles,
-    numerics: Numerics,
-    *,
-    place: Path,
+    config: ServeConfig, context: EngineContext, model_files: ModelFiles, numerics: Numerics
 ) -> tuple[Engine, OutsideEngine, Numerics, str]:
     """An engine with weights of its own, tested with an adapter; the numerics of both sides; and a
     line for a person."""
@@ -518,7 +510,8 @@ async def _open_outside(
     from lockstep.tinker.embedded import OutsideEngine
 
     engine = await asyncio.to_thread(open_engine, config.engine, context)
-    name = engine.capabilities.name
+    name, decoder, place = engine.capabilities.name, context.model, context.scratch
+    assert place is not None, "open_base gives one"
     try:
         vocab_size, max_tokens = model_files.model.vocab_size, config.max_tokens
         check_capabilities(engine, vocab_size=vocab_size, max_tokens=max_tokens)

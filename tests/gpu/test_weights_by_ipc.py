@@ -29,7 +29,7 @@ RECEIVER = """
 import hashlib, json, sys, torch
 from lockstep.engines.weight_link import WeightReceiver, _as_bytes
 invitation, load = json.loads(sys.stdin.readline())
-found = WeightReceiver(rank=0, device=torch.device("cuda", 0), **invitation).tensors(**load)
+found = WeightReceiver(invitation, rank=0, device=torch.device("cuda", 0)).tensors(**load)
 print(json.dumps({n: hashlib.sha256(_as_bytes(x.cpu()).numpy()).hexdigest() for n, x in found}))
 """
 

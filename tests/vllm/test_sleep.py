@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm_models import run
 
 from lockstep.engines.base import Capabilities
+from lockstep.engines.config import VllmConfig
 from lockstep.engines.http_wire import HttpWire
 from lockstep.engines.served import ServedEngine
 from lockstep.engines.vllm.local import LocalWire
@@ -130,7 +131,7 @@ CAN = Capabilities(
 
 class OverHttp(VllmWire):
     def __init__(self, engine):
-        HttpWire.__init__(self, Server(engine), context=None)
+        HttpWire.__init__(self, VllmConfig(), None, Server(engine))
         self.server, self._why_not_in_place, self.capabilities = None, "", CAN
 
 

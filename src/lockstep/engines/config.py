@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, ClassVar, Literal
 
@@ -85,6 +86,37 @@ class EngineConfig(Checked):
             return self
         share = share_of(self.num_workers, rank, world, "engine.replicas")
         return replace(self, replicas=len(share))
+
+    def gpus_of_rank(
+        self, rank: int, world: int, *, local_rank: int, local_world: int, gpus: Sequence[str]
+    ) -> list[str]:
+        """CUDA_VISIBLE_DEVICES of each of a rank's engines that the run starts in processes of
+        their own: the rank's own GPU if they share it.
+
+        local_rank, local_world: place on this machine, whose first `gpus` the ranks train on.
+        Raises ConfigError if there are too few.
+
+        >>> EmbeddedConfig(replicas=4).gpus_of_rank(
+        ...     1, 2, local_rank=1, local_world=2, gpus="abcdef"
+        ... )
+        ['e', 'f']
+        """
+        if not (count := self.num_workers):
+            return []
+        shares = [share_of(count, each, world, "engine.replicas") for each in range(world)]
+        if self.share_device:
+            return [gpus[local_rank]] * len(shares[rank])
+        first = shares[rank - local_rank].start
+        here = shares[rank - local_rank + local_world - 1].stop - first
+        if local_world + here * self.gpus_each > len(gpus):
+            raise ConfigError(
+                f"engine.replicas={count}: {here} of them on this machine, each with "
+                f"{self.gpus_each} GPU(s) of its own beside the {local_world} that train, and it "
+                f"has {len(gpus)}. Lower engine.replicas, or set engine.share_device=true: they "
+                "then take turns with the trainer."
+            )
+        begins = (local_world + (at - first) * self.gpus_each for at in shares[rank])
+        return [",".join(gpus[at : at + self.gpus_each]) for at in begins]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,43 +5,50 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lockstep.engines.base import EngineContext
 from lockstep.engines.config import ServedConfig
 from lockstep.engines.http import HttpClient
+from lockstep.engines.lease import Lease
 from lockstep.engines.served import Wire
 from lockstep.errors import CapabilityError, EngineError
-
-
-def connect(
-    config: ServedConfig, context: EngineContext, *, name: str, how_started: str
-) -> HttpClient:
-    """A client of the server at the first of engine.urls. Returns when it answers."""
-    client = HttpClient(
-        config.urls[0],
-        name=name,
-        request_seconds=config.request_seconds,
-        api_key_env=config.api_key_env,
-        how_started=how_started,
-    )
-    client.wait_until_up("/health", config.start_seconds, context.on_wait)
-    return client
 
 
 class HttpWire(Wire):
     """Base of a wire over HTTP. A subclass names its routes."""
 
+    name: ClassVar[str]
+    """Of the engine, for messages."""
+    how_started: ClassVar[str]
+    """Command that starts such a server, for messages."""
     ping_path = "/health"
     adapter_routes: tuple[str, str] = ("", "")
     """Routes that load and unload an adapter."""
     label_options: Mapping[str, Any] = {}
     """Further fields of a request that changes the label."""
 
-    def __init__(self, client: HttpClient, context: EngineContext) -> None:
-        self._client, self._context = client, context
+    def __init__(
+        self, config: ServedConfig, context: EngineContext, client: HttpClient | None = None
+    ) -> None:
+        """client: of a server that answers. None: of the first of engine.urls, once it answers."""
+        self._config, self._context = config, context
         self._loaded: dict[str, Path] = {}
         """Adapters on the server."""
+        if client is None:
+            client = HttpClient(
+                config.urls[0],
+                name=self.name,
+                request_seconds=config.request_seconds,
+                api_key_env=config.api_key_env,
+                how_started=self.how_started,
+            )
+            client.wait_until_up("/health", config.start_seconds, context.on_wait)
+        self._client = client
+
+    def lease(self) -> Lease:
+        """The run's claim to the server."""
+        return Lease(self._context.run, server=self.url, take_over=self._config.take_over)
 
     @property
     def url(self) -> str:
@@ -63,33 +70,34 @@ class HttpWire(Wire):
     async def ping(self) -> None:
         await self._client.get(self.ping_path)
 
+    def check_model(self, found: Mapping[str, Any], keys: Sequence[str]) -> None:
+        """Raises CapabilityError if the server's model differs from the trainer's config.json in
+        one of these keys. For servers whose weights are replaced: their first weights cannot be
+        compared."""
+        directory = self._context.directory
+        file = directory / "config.json"
+        own = json.loads(file.read_text()) if file.is_file() else {}
+        differing = [
+            f"{key} {found[key]!r} (the trainer's: {own[key]!r})"
+            for key in keys
+            if own.get(key) is not None and found.get(key) is not None and own[key] != found[key]
+        ]
+        if differing:
+            raise CapabilityError(
+                f"engine {self.name} at {self.url} serves another model than {directory}: "
+                f"{', '.join(differing)}. Start it with that directory, or name its model with "
+                "model=."
+            )
 
-def check_same_config(
-    name: str, url: str, context: EngineContext, found: Mapping[str, Any], keys: Sequence[str]
-) -> None:
-    """Raises CapabilityError if a server's model differs from the trainer's config.json in one of
-    these keys. For servers whose weights are replaced: their first weights cannot be compared."""
-    file = context.directory / "config.json"
-    own = json.loads(file.read_text()) if file.is_file() else {}
-    differing = [
-        f"{key} {found[key]!r} (the trainer's: {own[key]!r})"
-        for key in keys
-        if own.get(key) is not None and found.get(key) is not None and own[key] != found[key]
-    ]
-    if differing:
-        raise CapabilityError(
-            f"engine {name} at {url} serves another model than {context.directory}: "
-            f"{', '.join(differing)}. Start it with that directory, or name its model with model=."
-        )
+    def check_scored(self, scored: list[int], ids: list[int]) -> None:
+        """Raises EngineError unless log-probs belong to the ids beside them. scored: ids of the
+        log-probs."""
+        if scored != ids:
+            raise EngineError(
+                f"{self.url}: log-probs of the ids {scored[:8]} beside the ids {ids[:8]}."
+            )
 
-
-def check_echoed_ids(scored: list[int], ids: list[int], where: str) -> None:
-    """Raises EngineError unless log-probs belong to the ids beside them. scored: ids of the
-    log-probs."""
-    if scored != ids:
-        raise EngineError(f"{where}: log-probs of the ids {scored[:8]} beside the ids {ids[:8]}.")
-
-
-def labels_of(answer: Mapping[str, Any]) -> tuple[str, ...]:
-    """The labels of the weights that sampled an answer, in order."""
-    return tuple(span["version"] for span in answer.get("weight_versions") or ())
+    @staticmethod
+    def labels_of(answer: Mapping[str, Any]) -> tuple[str, ...]:
+        """The labels of the weights that sampled an answer, in order."""
+        return tuple(span["version"] for span in answer.get("weight_versions") or ())

@@ -248,8 +248,16 @@ class LedgerEngine(Engine, Generic[E]):
         first: int = 1,
         **request: Any,
     ) -> Scores:
-        found, how = self.capabilities, {"distribution": distribution, "temperature": temperature}
-        ids = checked_text(token_ids, found, first=first, **how)
+        found = self.capabilities
+        check_scoring(found, distribution, temperature)
+        if first < 1:
+            raise EngineError(f"score: first={first} must be at least 1: nothing predicts id 0.")
+        if len(token_ids) > found.max_tokens:
+            raise EngineError(
+                f"score: the text has {len(token_ids)} tokens; engine {found.name} holds "
+                f"{found.max_tokens}."
+            )
+        ids = checked_ids(np.asarray(token_ids), vocab_size=found.vocab_size, where="score")
         self._check_ready("score")
         heat = temperature if distribution == "tempered" else 1.0
         sampling = SamplingParams(max_tokens=1, temperature=heat)
@@ -481,15 +489,8 @@ def checked_prompt(request: Request, limits: Capabilities) -> Int32Array:
     return checked_ids(ids, vocab_size=limits.vocab_size, where=where)
 
 
-def checked_text(
-    token_ids: Int32Array,
-    limits: Capabilities,
-    *,
-    distribution: Distribution,
-    temperature: float,
-    first: int,
-) -> Int32Array:
-    """[T] int32: ids to be scored. Raises CapabilityError or EngineError if they cannot be."""
+def check_scoring(limits: Capabilities, distribution: Distribution, temperature: float) -> None:
+    """Raises CapabilityError or EngineError if ids cannot be scored under this distribution."""
     if not limits.has_score:
         raise CapabilityError(f"score: engine {limits.name} cannot score given ids.")
     if distribution == "sampled":
@@ -504,14 +505,6 @@ def checked_text(
         )
     if distribution == "tempered" and temperature <= 0:
         raise EngineError(f"score: temperature={temperature} must be above 0.")
-    if first < 1:
-        raise EngineError(f"score: first={first} must be at least 1: nothing predicts id 0.")
-    if len(token_ids) > limits.max_tokens:
-        raise EngineError(
-            f"score: the text has {len(token_ids)} tokens; engine {limits.name} holds "
-            f"{limits.max_tokens}."
-        )
-    return checked_ids(np.asarray(token_ids), vocab_size=limits.vocab_size, where="score")
 
 
 def checked_ids(ids: np.ndarray, *, vocab_size: int, where: str) -> Int32Array:

@@ -110,9 +110,9 @@ def _(config: EmbeddedConfig, context: EngineContext) -> Engine:
             "engine outside of this process."
         )
     if config.replicas:
-        from lockstep.engines.embedded.replica import make_replica
+        from lockstep.engines.worker_engine import WorkerEngine
 
-        return make_replica(model, config, context)
+        return WorkerEngine(model, config, context)
     is_shared = config.dtype in ("same", context.dtype)
     return EmbeddedEngine(
         model if is_shared else copy_decoder(model, dtype=getattr(torch, config.dtype)),

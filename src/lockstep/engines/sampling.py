@@ -9,7 +9,7 @@ seed and the token's position. It does not depend on other requests or on preemp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -119,53 +119,50 @@ def _draw_filtered(
     return ids, torch.empty_like(is_kept).scatter_(1, order, is_kept)
 
 
-Group = tuple[DrawRule, Tensor | slice, npt.NDArray[np.int64]]
-"""(rule, rows that draw by it as an index of the logits, their numbers on the host)."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class DrawTable:
+    """How rows draw: one entry per row in each array."""
 
+    rules: list[DrawRule]
+    rule_of: npt.NDArray[np.int64]
+    """Index of each row's rule."""
+    streams: npt.NDArray[np.uint64]
+    top_p: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int64]
 
-def group_rows(
-    rules: Sequence[DrawRule],
-    rule_of: npt.NDArray[np.int64],
-    device: torch.device,
-    *,
-    first: int = 0,
-) -> list[Group]:
-    """The rows from number `first` on by their rules. rule_of: [B] index of each row's rule."""
-    numbers = np.unique(rule_of)
-    if len(numbers) == 1:
-        return [(rules[numbers[0]], slice(None), np.arange(first, first + len(rule_of)))]
-    found = {i: np.flatnonzero(rule_of == i) for i in numbers}
-    return [(rules[i], to_device(at, device), first + at) for i, at in found.items()]
+    def allowed(self, row: int) -> npt.NDArray[np.bool_]:
+        """[V] the ids that the grammar of a constrained row allows."""
+        raise NotImplementedError
 
+    def draw(
+        self,
+        logits: Tensor,
+        rows: npt.NDArray[np.int64],
+        positions: npt.NDArray[np.int64],
+        ops: Ops,
+        *,
+        pack: Callable[[npt.NDArray[np.bool_]], Int32Array] = pack_support,
+    ) -> tuple[Tensor, Tensor, dict[int, Int32Array]]:
+        """Draws a token for each of `positions` [T], of `rows` [T], from logits [T, V].
 
-def sample_groups(
-    logits: Tensor,
-    uniform: Tensor,
-    groups: Iterable[Group],
-    ops: Ops,
-    *,
-    top_p: npt.NDArray[np.float32],
-    top_k: npt.NDArray[np.int64],
-    allowed: Callable[[int], npt.NDArray[np.bool_]] | None = None,
-    pack: Callable[[npt.NDArray[np.bool_]], Int32Array] = pack_support,
-) -> tuple[Tensor, Tensor, dict[int, Int32Array]]:
-    """Draws once from each row of logits [B, V].
-
-    Returns (ids [B] int64, log-probs [B] float32, support). The support maps the number of a row to
-    the ids that it could draw, if its rule records them. top_p, top_k: by the number of a row.
-    allowed: returns the ids that a row's grammar allows, as [V] bool. pack: stores [V] bool as ids.
-    """
-    device, support = logits.device, dict[int, Int32Array]()
-    ids = torch.empty(len(logits), dtype=torch.int64, device=device)
-    logprobs = torch.empty(len(logits), dtype=torch.float32, device=device)
-    for rule, at, rows in groups:
-        filters: dict[str, Tensor] = {}
-        if rule.is_filtered:
-            filters["top_p"] = to_device(top_p[rows], device)
-            filters["top_k"] = to_device(top_k[rows], device)
-        if rule.is_constrained and allowed is not None:
-            filters["allowed"] = to_device(np.stack([allowed(row) for row in rows]), device)
-        ids[at], logprobs[at], kept = sample(logits[at], uniform[at], rule, ops, **filters)
-        if kept is not None:
-            support |= zip(rows.tolist(), map(pack, kept.cpu().numpy()), strict=True)
-    return ids, logprobs, support
+        Returns (ids [T] int64, log-probs [T] float32, support). The support maps a row to the ids
+        that it could draw, if its rule records them. pack: stores [V] bool as ids.
+        """
+        device, support = logits.device, dict[int, Int32Array]()
+        uniform = to_device(uniforms(self.streams[rows], positions), device)
+        ids = torch.empty(len(logits), dtype=torch.int64, device=device)
+        logprobs = torch.empty(len(logits), dtype=torch.float32, device=device)
+        numbers = self.rule_of[rows]
+        for number in np.unique(numbers):
+            rule, places = self.rules[number], np.flatnonzero(numbers == number)
+            own, filters = rows[places], dict[str, Tensor]()
+            at = slice(None) if len(own) == len(rows) else to_device(places, device)
+            if rule.is_filtered:
+                filters["top_p"] = to_device(self.top_p[own], device)
+                filters["top_k"] = to_device(self.top_k[own], device)
+            if rule.is_constrained:
+                filters["allowed"] = to_device(np.stack([self.allowed(row) for row in own]), device)
+            ids[at], logprobs[at], kept = sample(logits[at], uniform[at], rule, ops, **filters)
+            if kept is not None:
+                support |= zip(own.tolist(), map(pack, kept.cpu().numpy()), strict=True)
+        return ids, logprobs, support

@@ -40,7 +40,7 @@ class ServerProcess(LoggedProcess):
         log.unlink(missing_ok=True)
         keeping = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid())]
         kept = [*keeping, str(GRACE_SECONDS), *command]
-        super().__init__(kept, name="the server", log=log, environment=environment)
+        super().__init__(kept, name="the server", log=log, env=environment)
 
     def why_ended(self, seconds: float = 0.0) -> str:
         """Empty if it still runs after `seconds`; else the first error in its log, which causes the

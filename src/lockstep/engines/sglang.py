@@ -16,15 +16,7 @@ import numpy as np
 
 from lockstep.engines.base import Capabilities, EngineContext
 from lockstep.engines.config import SGLangConfig
-from lockstep.engines.http import HttpClient
-from lockstep.engines.http_wire import (
-    HttpWire,
-    check_echoed_ids,
-    check_same_config,
-    connect,
-    labels_of,
-)
-from lockstep.engines.lease import Lease
+from lockstep.engines.http_wire import HttpWire
 from lockstep.engines.served import AnswerChunk, ServedEngine
 from lockstep.errors import CapabilityError, EngineError, ServerRefusedError
 from lockstep.types import Distribution, Request, Routes
@@ -53,26 +45,27 @@ def _entries(about: Mapping[str, Any], name: str) -> tuple[list[int], list[float
 class SGLangWire(HttpWire):
     """`Wire` to one SGLang server."""
 
+    name = "sglang"
+    how_started = "python -m sglang.launch_server --model-path MODEL --skip-tokenizer-init"
     ping_path = "/model_info"
     adapter_routes = ("/load_lora_adapter", "/unload_lora_adapter")
     label_options: ClassVar[Mapping[str, Any]] = {"abort_all_requests": False}
 
-    def __init__(
-        self, client: HttpClient, context: EngineContext, *, must_be_deterministic: bool
-    ) -> None:
+    def __init__(self, config: SGLangConfig, context: EngineContext) -> None:
         """Finds out about the running server. Raises CapabilityError, with the reason, if it
         cannot be used."""
-        super().__init__(client, context)
+        super().__init__(config, context)
+        client = self._client
         info = client.call_now("/server_info")
         is_deterministic = bool(info.get("enable_deterministic_inference"))
-        if must_be_deterministic and not is_deterministic:
+        if config.deterministic and not is_deterministic:
             raise CapabilityError(
                 f"engine sglang at {client.url} was started without "
                 "--enable-deterministic-inference, and engine.deterministic=true wants it. Start "
                 "it with the flag, or leave the setting."
             )
         found = client.call_now("/model_info")
-        check_same_config("sglang", client.url, context, found, ("model_type", "architectures"))
+        self.check_model(found, ("model_type", "architectures"))
         self._model = getattr(context.model, "config", None)
         is_moe = bool(getattr(self._model, "is_moe", False))  # transformers' models have their own
         self._sends_increments = bool(info.get("incremental_streaming_output"))
@@ -181,7 +174,7 @@ class SGLangWire(HttpWire):
         """num_before: tokens of the answer that came with earlier events."""
         about = answer["meta_info"]
         ids, logprobs = answer["output_ids"], _entries(about, "output_token_logprobs")
-        check_echoed_ids(logprobs[0], list(ids), self.url)
+        self.check_scored(logprobs[0], list(ids))
         reason = about["finish_reason"] or {}
         kind = reason.get("type")
         if kind == "abort" and reason.get("status_code"):
@@ -200,7 +193,7 @@ class SGLangWire(HttpWire):
             prompt_ids=answer.get("prompt_token_ids"),
             num_cached_tokens=int(about.get("cached_tokens") or 0),
             routed_experts=routes,
-            labels=labels_of(about) or (about["weight_version"],),
+            labels=self.labels_of(about) or (about["weight_version"],),
         )
 
     def _routes(self, text: str) -> Routes:
@@ -256,12 +249,7 @@ class SGLangWire(HttpWire):
         await self._client.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
 
 
-HOW_STARTED = "python -m sglang.launch_server --model-path MODEL --skip-tokenizer-init"
-
-
 def sglang_engine(config: SGLangConfig, context: EngineContext) -> ServedEngine:
     """The engine of engine=sglang. Returns when the server answers."""
-    client = connect(config, context, name="sglang", how_started=HOW_STARTED)
-    wire = SGLangWire(client, context, must_be_deterministic=config.deterministic)
-    lease = Lease(context.run, server=client.url, take_over=config.take_over)
-    return ServedEngine(wire, lease=lease)
+    wire = SGLangWire(config, context)
+    return ServedEngine(wire, lease=wire.lease())

@@ -8,7 +8,7 @@ trainer and workers alone (NCCL; gloo without a GPU).
 
     link = WeightSender(num_workers=2, host="localhost", is_same_host=True)
     # a worker, which gets the invitation, and each load, by the server's own route:
-    receiver = WeightReceiver(rank=0, device=..., **link.invitation)
+    receiver = WeightReceiver(link.invitation, rank=0, device=...)
     model.load_weights(receiver.tensors(**load))
     # the trainer, with load = link.open_load():
     link.send(tensors.items(), has_failed=call.done)
@@ -89,7 +89,7 @@ class WeightSender:
             "backend": "nccl" if has_gpu else "gloo",
             "is_delta": is_delta,
         }
-        """Arguments of `WeightReceiver`, for JSON."""
+        """What each `WeightReceiver` gets, for JSON."""
 
     def open_load(self) -> dict[str, Any]:
         """Makes the buffer of the next load. Returns the arguments of `WeightReceiver.tensors`,
@@ -147,7 +147,7 @@ class WeightSender:
             self._way = "broadcast"
         self._set("way", self._way)
         if self._way == "broadcast" and self._group is None:
-            self._group = _group(self._store, 0, self._num_workers, self.invitation["backend"])
+            self._group = _group(self._store, 0, self.invitation)
 
     def _offer(
         self, number: int, bucket: Mapping[str, Any], has_failed: Callable[[], bool]
@@ -182,26 +182,15 @@ class WeightSender:
 
 class WeightReceiver:
     """The side of a server's worker `rank`, for all loads over one link; the tensors come on
-    `device`. The other arguments are the invitation."""
+    `device`."""
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        device: torch.device,
-        name: str,
-        address: Sequence[Any],
-        num_workers: int,
-        backend: str,
-        is_delta: bool,
-    ) -> None:
-        self.name = name
-        self._rank, self._device = rank, device
-        self._num_workers, self._backend = num_workers, backend
-        self._decoder = DeltaDecoder() if is_delta else None
+    def __init__(self, invitation: Mapping[str, Any], *, rank: int, device: torch.device) -> None:
+        self.name: str = invitation["name"]
+        self._rank, self._device, self._invitation = rank, device, invitation
+        self._decoder = DeltaDecoder() if invitation["is_delta"] else None
         self._group: Any = None
         limit = timedelta(seconds=CONNECT_SECONDS)
-        self._store = dist.TCPStore(*address, is_master=False, timeout=limit)
+        self._store = dist.TCPStore(*invitation["address"], is_master=False, timeout=limit)
 
     def tensors(
         self, *, number: int, way: Way, size: int, place: Any
@@ -213,10 +202,10 @@ class WeightReceiver:
         self._store.set(f"{number}/opened/{self._rank}", str(int(buffer is not None)))
         is_broadcast = self._wait(f"{number}/way") == b"broadcast"
         if is_broadcast and self._group is None:
-            self._group = _group(self._store, self._rank + 1, self._num_workers, self._backend)
+            self._group = _group(self._store, self._rank + 1, self._invitation)
         if is_broadcast or buffer is None:
             # A gloo broadcast needs memory of the host.
-            at = self._device if self._backend == "nccl" else HOST
+            at = self._device if self._invitation["backend"] == "nccl" else HOST
             buffer = torch.empty(size, dtype=torch.uint8, device=at)
         if self._decoder is not None:
             self._decoder.checksum = 0
@@ -324,14 +313,15 @@ def _wait(store: dist.TCPStore, key: str, has_failed: Callable[[], bool]) -> byt
     )
 
 
-def _group(store: dist.TCPStore, rank: int, num_workers: int, backend: str) -> Any:
+def _group(store: dist.TCPStore, rank: int, invitation: Mapping[str, Any]) -> Any:
     """A process group of the trainer (rank 0) and the workers, separate from all others."""
     limit, of_group = timedelta(seconds=WAIT_SECONDS), dist.PrefixStore("group", store)
-    if backend == "gloo":
-        return dist.ProcessGroupGloo(of_group, rank, num_workers + 1, limit)
+    size = invitation["num_workers"] + 1
+    if invitation["backend"] == "gloo":
+        return dist.ProcessGroupGloo(of_group, rank, size, limit)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
-    return dist.ProcessGroupNCCL(of_group, rank, num_workers + 1, options)
+    return dist.ProcessGroupNCCL(of_group, rank, size, options)
 
 
 def _from_first() -> Any:

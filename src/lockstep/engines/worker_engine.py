@@ -1,5 +1,6 @@
-"""An engine in a process of its own: the trainer's side, weights on their way, the worker's side.
+"""The embedded engine in a process of its own: the same decoder over the same ops, other memory.
 
+First the trainer's side, then weights on their way, then the worker's side.
 A question is (number, name, arguments). An answer is (number, kind, value), with kind "delta",
 "end", "result" or "error". Weights lie one after another in memory that both sides map.
 """
@@ -12,23 +13,31 @@ import itertools
 import math
 import os
 import sys
+import tempfile
 import threading
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from lockstep.engines.base import Capabilities, Engine, Scores
+from lockstep.engines.base import Capabilities, Engine, EngineContext, Scores
+from lockstep.engines.config import EmbeddedConfig
+from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.engines.ledger import check_source
 from lockstep.errors import EngineDownError, EngineError, LockstepError, TornWeightsError
-from lockstep.launch.shared_file import Address, Newest, SharedFile, mapped
+from lockstep.launch.shared_file import Address, SharedFile, mapped
 from lockstep.launch.threads import in_thread
 from lockstep.launch.workers import Batch, Line, WorkerProcess, end_now, portable
-from lockstep.models.hf_io import HFTensors
+from lockstep.models.decoder import Decoder
+from lockstep.models.hf_io import HFTensors, load_checkpoint
+from lockstep.ops.base import Ops
+from lockstep.ops.invariant import ask_for_reproducible_gemm
+from lockstep.system import keep_freed_memory
 from lockstep.types import Delta, Int32Array, Request
 
 Tensor = torch.Tensor
@@ -61,32 +70,34 @@ class _WorkerCall:
 
 
 class WorkerEngine(Engine):
-    """`Engine` over a worker that runs `serve`. May be used from several event loops.
+    """An `EmbeddedEngine` in a worker that runs `serve`. May be used from several event loops.
 
     A worker that dies fails every request in flight, and each later one, with an EngineDownError
     that holds the end of its log. `ping` starts it again, with the weights of the beginning.
     """
 
-    def __init__(
-        self,
-        start: Callable[[], WorkerProcess],
-        make: Callable[[], Engine],
-        *,
-        newest: Newest,
-        device: torch.device,
-        restarts: int = 0,
-        on_wait: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        """start: starts a worker. make: makes its engine there. newest: holds weights
-        for workers, which map it. device: of the trainer's tensors. restarts: number of
-        times that a dead worker is started again.
+    def __init__(self, model: Decoder, config: EmbeddedConfig, context: EngineContext) -> None:
+        """model: the trainer's. The worker makes its ops anew with the same rules; its self-test
+        holds there too: the fingerprint, which includes a fixed computation, is compared.
 
-        Returns when the engine answers; meanwhile calls on_wait now and then. Raises the worker's
-        own error, or EngineDownError with its log, if the engine cannot be made.
+        Returns when the engine answers; meanwhile calls `context.on_wait` now and then. Raises the
+        worker's own error, or EngineDownError with its log, if the engine cannot be made.
         """
-        self._start, self._make = start, make
-        self._newest, self._device = newest, device
-        self._restarts, self._on_wait = restarts, on_wait
+        self._context, self._device = context, model.embedding.device
+        self._log = (context.scratch or Path(tempfile.mkdtemp(prefix="lockstep-"))) / "engine.log"
+        self._make = partial(
+            make_here,
+            config,
+            directory=context.directory,
+            token_bytes=list(context.token_bytes),
+            control_ids=sorted(context.control_ids),
+            dtype=context.dtype if config.dtype == "same" else config.dtype,
+            vocab_size=context.vocab_size,
+            device=self._device.type,
+            threads=torch.get_num_threads(),
+            ops=model.ops,
+        )
+        self._restarts = config.restarts
         self._numbers = itertools.count(READY + 1)
         self._calls: dict[int, _WorkerCall] = {}
         self._lock = threading.Lock()
@@ -97,11 +108,18 @@ class WorkerEngine(Engine):
         self._begin()
 
     def _begin(self) -> None:
-        worker = self._start()
+        context = self._context
+        gpu = context.gpus[context.replica : context.replica + 1]
+        worker = WorkerProcess(
+            "lockstep.engines.worker_engine:serve",
+            name=f"engine {context.replica}",
+            log=self._log,
+            environment={"CUDA_VISIBLE_DEVICES": gpu[0]} if gpu else {},
+        )
         worker.send([self._make])
         try:
             while (batch := worker.receive(seconds=REPORT_SECONDS)) is None:
-                self._on_wait(f"{worker.name} is still starting.")
+                context.on_wait(f"{worker.name} is still starting.")
         except (EOFError, OSError):
             raise EngineDownError(f"no engine: {worker.why_ended()}") from None
         except BaseException:
@@ -172,8 +190,9 @@ class WorkerEngine(Engine):
             return
         outlines = outlines_of(source)
         # Held until the worker has answered: the memory goes with the last reference to it.
-        write = partial(written, self._newest, source, outlines, version=version)
-        file = await in_thread(write, device=self._device)
+        write = partial(shared, source, outlines)
+        written = partial(self._context.newest.written, source, version, write)
+        file = await in_thread(written, device=self._device)
         await self._ask("load_shared", outlines=outlines, address=file.address, version=version)
 
     async def load_adapter(self, name: str, source: Any, *, version: int) -> None:
@@ -201,7 +220,7 @@ class WorkerEngine(Engine):
 
     def remembers(self, source: Mapping[str, Any], *, version: int) -> bool:
         """True if the weights are still in the place that the worker reads."""
-        return self._newest.has(source, version)
+        return self._context.newest.has(source, version)
 
     async def ping(self) -> None:
         """Raises EngineDownError if the worker is gone. The first ping after its end starts it
@@ -296,17 +315,13 @@ def tensors_in(memory: Any, outlines: Sequence[Outline]) -> dict[str, Tensor]:
     return out
 
 
-def written(
-    newest: Newest, source: Mapping[str, Tensor], outlines: Sequence[Outline], *, version: int
-) -> SharedFile:
-    """The file that holds the tensors, copied in the order of the mapping, once per version."""
-
-    def fill(memory: Any) -> None:
-        for name, tensor in tensors_in(memory, outlines).items():
-            tensor.copy_(source[name].detach())
-
+def shared(source: Mapping[str, Tensor], outlines: Sequence[Outline]) -> SharedFile:
+    """A file that holds the tensors, copied in the order of the mapping."""
     sizes = [_aligned(math.prod(shape) * dtype.itemsize) for _, dtype, shape in outlines]
-    return newest.written(source, version, sum(sizes), fill)
+    file = SharedFile(sum(sizes))
+    for name, tensor in tensors_in(file.memory, outlines).items():
+        tensor.copy_(source[name].detach())
+    return file
 
 
 def _aligned(num_bytes: int) -> int:
@@ -316,8 +331,31 @@ def _aligned(num_bytes: int) -> int:
 # -- in the worker --------------------------------------------------------------------------------
 
 
+def make_here(
+    config: EmbeddedConfig,
+    *,
+    directory: Path,
+    dtype: str,
+    vocab_size: int,
+    device: str,
+    threads: int,
+    ops: Ops,
+    **tokens: Any,
+) -> EmbeddedEngine:
+    """The engine of a worker, which sees one GPU only. tokens: arguments of `EmbeddedEngine`."""
+    if ops.name == "invariant":
+        ask_for_reproducible_gemm()  # where the trainer's environment is not this one's
+    keep_freed_memory()
+    torch.set_num_threads(threads)
+    model = load_checkpoint(
+        directory, dtype=getattr(torch, dtype), device=device, ops=ops, vocab_size=vocab_size
+    )
+    model.requires_grad_(False)
+    return EmbeddedEngine(model, config, is_shared=False, **tokens)
+
+
 def serve(line: Line) -> None:
-    """Calls the first message, which makes an engine, and serves that until it is closed.
+    """Calls the first message, which makes the engine, and serves it until it is closed.
 
     The process also ends when the other end of the line is gone.
     """

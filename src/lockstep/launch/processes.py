@@ -29,8 +29,6 @@ from lockstep.launch.place import END_SECONDS, Rank, end_by_sigterm, failed_call
 
 T = TypeVar("T")
 
-JOIN_SECONDS = 300.0
-"""Time that processes of one machine have to import torch and meet."""
 POLL_SECONDS = 0.1
 """Interval of checks whether a process that should join has ended."""
 
@@ -42,24 +40,23 @@ def on_all_ranks(
     device: str,
     placement: PlacementConfig | None = None,
     demand: Demand | None = None,
-    **settings: Any,
 ) -> T:
-    """Calls `work(ranks, *args, **settings)` on every process; returns the result of this one, or,
-    if all of them are elsewhere, of rank 0.
+    """Calls `work(ranks, *args)` on every process; returns the result of this one, or, if all of
+    them are elsewhere, of rank 0.
 
-    ranks: None if there is one process. work, args and settings are pickled for the others, so work
-    is a function of a module. device: cpu or cuda. demand: what `placement` sets aside for the
+    ranks: None if there is one process. work and args are pickled for the others, so work is a
+    function of a module. device: cpu or cuda. demand: what `placement` sets aside for the
     processes. Raises RankError if another rank stopped.
     """
     if isinstance(placement, RayPlacement) and placement.is_elsewhere():
         from lockstep.launch.ray import on_ray
 
-        call = partial(on_all_ranks, parallel, work, *args, device=device, **settings)
+        call = partial(on_all_ranks, parallel, work, *args, device=device)
         return on_ray(placement, parallel, demand or Demand(), call)
     world = parallel.num_processes(os.environ)
     if world == 1:
-        return work(None, *args, **settings)
-    call = partial(_call, parallel, device, work, args, settings)
+        return work(None, *args)
+    call = partial(_call, parallel, device, work, args)
     if (place := Rank.from_torchrun()) is not None:
         return call(place)
     meeting = f"tcp://127.0.0.1:{free_port()}"
@@ -191,7 +188,6 @@ def _call(
     device: str,
     work: Callable[..., T],
     args: Any,
-    settings: dict[str, Any],
     place: Rank,
     why_lost: Callable[[float], str] = lambda seconds: "",
 ) -> T:
@@ -199,20 +195,11 @@ def _call(
     process that this one started to end. It returns how the process ended, or ""."""
     from lockstep.launch.ranks import Ranks
 
-    is_local = place.meeting.startswith("tcp://127.")
-    join = partial(
-        Ranks.join,
-        place,
-        sequence=parallel.sequence,
-        device=device,
-        timeout_seconds=parallel.timeout_seconds,
-        join_seconds=JOIN_SECONDS if is_local else None,
-    )
-    ranks = _in_thread(join, why_lost)
+    ranks = _in_thread(partial(Ranks.join, place, parallel, device=device), why_lost)
     ranks.use_device()
     try:
         with ranks.taking_interrupts():
-            result = work(ranks, *args, **settings)
+            result = work(ranks, *args)
     except BaseException as error:
         explained = None
         if isinstance(error, Exception) and ranks.is_lost(error):

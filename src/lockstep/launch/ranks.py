@@ -22,12 +22,16 @@ from torch.distributed.rendezvous import rendezvous
 
 from lockstep.config import differences
 from lockstep.errors import ConfigError, RankError
+from lockstep.launch.config import ParallelConfig
 from lockstep.launch.place import Rank, failed_call, handling_interrupts
 
 T = TypeVar("T")
 
 _STOPPED = "lockstep/stopped/{}"
 """Key of the store for the error that stopped a rank."""
+
+JOIN_SECONDS = 300.0
+"""Time that processes of one machine have to import torch and meet."""
 
 FREEZE_FACTOR = 20.0
 """A process counts as frozen when the others have waited this many times their longest step."""
@@ -54,20 +58,13 @@ class Ranks:
         self.data_rank, self.data_size = self.rank // sequence, self.world // sequence
 
     @classmethod
-    def join(
-        cls,
-        place: Rank,
-        *,
-        sequence: int,
-        device: str,
-        timeout_seconds: float,
-        join_seconds: float | None = None,
-    ) -> Ranks:
-        """Joins the other ranks. Raises RankError, naming them, if some do not come within
-        `join_seconds`, or the limit of all waits if that is less. Waits without hearing signals.
-        """
-        timeout = timedelta(seconds=timeout_seconds)
-        limit = min(timeout_seconds, join_seconds or timeout_seconds)
+    def join(cls, place: Rank, parallel: ParallelConfig, *, device: str) -> Ranks:
+        """Joins the other ranks. Raises RankError, naming them, if some do not come within the
+        limit of all waits, or JOIN_SECONDS if that is less. Waits without hearing signals."""
+        timeout = timedelta(seconds=parallel.timeout_seconds)
+        limit = parallel.timeout_seconds
+        if place.meeting.startswith("tcp://127."):  # all are processes of this machine
+            limit = min(limit, JOIN_SECONDS)
         where = torch.device(device)
         if where.type == "cuda":
             if place.local_rank >= torch.cuda.device_count():
@@ -87,12 +84,13 @@ class Ranks:
                 world_size=place.world,
                 timeout=timeout,
             )
-            ranks = cls(place, store, sequence=sequence, device=where)
+            ranks = cls(place, store, sequence=parallel.sequence, device=where)
             dist.barrier()
         except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
             raise RankError(
                 f"the {place.world} processes of the run did not meet within {limit:g} s "
-                f"(parallel.timeout_seconds={timeout_seconds:g}): {_first_line(error)}"
+                f"(parallel.timeout_seconds={parallel.timeout_seconds:g}): {reason}"
             ) from error
         return ranks
 
@@ -251,7 +249,3 @@ def _call_of(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     calls = [f.name for f in frames if Path(f.filename).name == "distributed_c10d.py"]
     return next(iter(calls), "a collective call")
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]

@@ -7,7 +7,6 @@ import mmap
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from lockstep.errors import EngineError
 
@@ -55,15 +54,11 @@ class Newest:
         """True if `written` would write nothing."""
         return self._file is not None and self._source is source and self._version == version
 
-    def written(
-        self, source: object, version: int, num_bytes: int, fill: Callable[[Any], None]
-    ) -> SharedFile:
-        """The file with what `fill` writes into its memory. Blocks meanwhile. The source may have
-        changed since the version was first written."""
+    def written(self, source: object, version: int, write: Callable[[], SharedFile]) -> SharedFile:
+        """The file that `write` has returned for this version. Blocks meanwhile. The source may
+        have changed since."""
         with self._lock:
             if self._file is None or not self.has(source, version):
                 self._file = None  # first, so that there is room for the next one
-                file = SharedFile(num_bytes)
-                fill(file.memory)
-                self._source, self._version, self._file = source, version, file
+                self._source, self._version, self._file = source, version, write()
             return self._file

@@ -23,8 +23,7 @@ from typing import Any
 
 from lockstep import errors
 from lockstep.children import LoggedProcess, module_path
-from lockstep.errors import ConfigError, LockstepError
-from lockstep.launch.config import share_of
+from lockstep.errors import LockstepError
 
 _MAIN = "from lockstep.launch.workers import main; main()"
 
@@ -83,7 +82,7 @@ class WorkerProcess(Line, LoggedProcess):
                 [sys.executable, "-c", _MAIN, work, str(theirs.fileno())],
                 name=name,
                 log=log,
-                environment={**os.environ, "PYTHONPATH": module_path(), **(environment or {})},
+                env={**os.environ, "PYTHONPATH": module_path(), **(environment or {})},
                 pass_fds=(theirs.fileno(),),
             )
 
@@ -94,45 +93,6 @@ def portable(error: BaseException, *, kind: type[LockstepError] = LockstepError)
         return kind(f"{type(error).__name__}: {error}")
     own = next(own for own in type(error).__mro__ if own.__module__ == errors.__name__)
     return own(str(error))
-
-
-def gpus_of_rank(
-    count: int,
-    rank: int,
-    world: int,
-    *,
-    local_rank: int,
-    local_world: int,
-    gpus: Sequence[str],
-    is_shared: bool,
-    each: int = 1,
-) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each of a rank's workers, where the ranks divide `count` workers
-    among them.
-
-    local_rank, local_world: place on this machine, whose first GPUs the ranks train on. gpus: of
-    this machine. is_shared: workers sample on the rank's own GPU. each: GPUs of a worker. Raises
-    ConfigError if there are too few.
-
-    >>> gpus_of_rank(4, 1, 2, local_rank=1, local_world=2, gpus="abcdef", is_shared=False)
-    ['e', 'f']
-    """
-    own = share_of(count, rank, world, "engine.replicas")
-    if is_shared:
-        return [gpus[local_rank]] * len(own)
-    begin = share_of(count, rank - local_rank, world, "engine.replicas").start
-    last = rank - local_rank + local_world - 1
-    here = share_of(count, last, world, "engine.replicas").stop - begin
-    if local_world + here * each > len(gpus):
-        raise ConfigError(
-            f"engine.replicas={count}: {here} of them on this machine, each with {each} GPU(s) of "
-            f"its own beside the {local_world} that train, and it has {len(gpus)}. Lower "
-            "engine.replicas, or set engine.share_device=true: they then take turns with the "
-            "trainer."
-        )
-    free = gpus[local_world:]
-    places = range(own.start - begin, own.stop - begin)
-    return [",".join(free[at * each : (at + 1) * each]) for at in places]
 
 
 # -- in the worker --------------------------------------------------------------------------------

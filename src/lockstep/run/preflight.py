@@ -37,7 +37,6 @@ from lockstep.errors import (
 from lockstep.launch.config import LocalPlacement
 from lockstep.launch.event_loop import run_to_end
 from lockstep.launch.gpu import Device, check_driver, total_gpu_memory
-from lockstep.launch.workers import gpus_of_rank
 from lockstep.memory import (
     DTYPE_BYTES,
     GIB,
@@ -718,18 +717,8 @@ def engine_gpus(
 ) -> list[str]:
     """The GPUs of each engine of this rank that runs in a process of its own. local: the rank on
     its machine, which has `num_gpus`."""
-    if not engine.num_workers:
-        return []
-    return gpus_of_rank(
-        engine.num_workers,
-        rank,
-        world,
-        each=engine.gpus_each,
-        local_rank=local,
-        local_world=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
-        gpus=visible_gpus(num_gpus),
-        is_shared=engine.share_device,
-    )
+    local_world, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", world)), visible_gpus(num_gpus)
+    return engine.gpus_of_rank(rank, world, local_rank=local, local_world=local_world, gpus=gpus)
 
 
 def _dtype(config: ModelChoice) -> str:

@@ -7,9 +7,6 @@ from typing import ClassVar, Literal
 
 from lockstep.config import Checked
 
-Form = Literal["shared", "tensors", "directory", "adapter"]
-"""Form of the weights on their way to the engine: see `SyncConfig.form`."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class SyncConfig(Checked):

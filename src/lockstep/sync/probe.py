@@ -41,20 +41,19 @@ class Probe:
             0, len(allowed), (config.num_probes, min(config.probe_tokens, *limits))
         )
         self.texts = [frozen_ids(allowed[row], where="probe") for row in draws]
+        self._rows = [
+            Sample(id=f"probe/{at}", token_ids=ids, loss_mask=np.arange(len(ids)) > 0)
+            for at, ids in enumerate(self.texts)
+        ]
 
     def by_trainer(self, model: Decoder | None = None) -> LogProbs:
         """Scores by the trainer's current weights, or by the weights of `model`. Collective over
         the ranks of a run."""
-        rows: list[Sample] = []
-        for number, ids in enumerate(self.texts):
-            mask = np.ones(len(ids), bool)
-            mask[0] = False
-            rows.append(Sample(id=f"probe/{number}", token_ids=ids, loss_mask=mask))
         trainer = self.trainer
         before, trainer.temperature = trainer.temperature, 1.0
         try:
             # Naming the model makes it choose its own experts: the probe has no routes to replay.
-            found = trainer.forward(rows, column=None, model=model or trainer.model)
+            found = trainer.forward(self._rows, column=None, model=model or trainer.model)
         finally:
             trainer.temperature = before
         return np.concatenate([values[1:] for values in found]).astype(np.float64)

@@ -14,14 +14,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from lockstep.engines.base import Capabilities, Engine
+from lockstep.engines.base import Capabilities, Engine, WeightSource
 from lockstep.errors import CapabilityError, EngineError, LockstepError
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import HFTensors, hf_tensors, save_checkpoint
 from lockstep.models.peft_io import save_adapter
 from lockstep.models.sharding import copy_whole, mesh_of
 from lockstep.sync.changes import WeightChange
-from lockstep.sync.config import Form, SyncConfig
+from lockstep.sync.config import SyncConfig
 from lockstep.sync.directory import WeightsDirectory, size_of
 from lockstep.sync.following import Follower, Look
 from lockstep.sync.probe import Probe
@@ -37,7 +37,7 @@ Level = Literal["shared", "none", "version", "qualified", "correlated"]
 """How well it is verified that the engine runs the trainer's weights (docs/engines.md). shared:
 they are the same memory. none: nothing was loaded yet. version: the engine reports it. qualified:
 it ran a large change of every group of tensors. correlated: it has followed the trainer since."""
-_ORDER: tuple[Form, ...] = ("shared", "adapter", "tensors", "directory")
+_ORDER: tuple[WeightSource, ...] = ("shared", "adapter", "tensors", "directory")
 _NUMBER: dict[Level, float] = {"none": 0.0, "version": 1.0, "qualified": 2.0, "correlated": 3.0}
 
 
@@ -69,7 +69,7 @@ class Publisher:
         self.engine, self.trainer, self.sampled = engine, trainer, sampled
         self.config, self.ranks, self.warn = config or SyncConfig(), ranks, warn
         capabilities = engine.capabilities
-        self.form: Form = choose_form(
+        self.form: WeightSource = choose_form(
             self.config, capabilities, has_adapter=trainer.model.lora is not None
         )
         self.version: int | None = None
@@ -329,14 +329,16 @@ class Publisher:
                 raise EngineError(f"rank {rank}: {text}")
 
 
-def choose_form(config: SyncConfig, capabilities: Capabilities, *, has_adapter: bool) -> Form:
+def choose_form(
+    config: SyncConfig, capabilities: Capabilities, *, has_adapter: bool
+) -> WeightSource:
     """The form for sending weights to an engine. Raises CapabilityError if there is none."""
-    offered: list[Form] = [
+    offered: list[WeightSource] = [
         form
         for form in _ORDER
         if form in capabilities.weight_sources and (form != "adapter" or has_adapter)
     ]
-    found: Form | None = next((f for f in offered if config.form in ("auto", f)), None)
+    found: WeightSource | None = next((f for f in offered if config.form in ("auto", f)), None)
     if found is None:
         takes = ", ".join(capabilities.weight_sources) or "no weights at all"
         if config.form == "adapter" and not has_adapter:

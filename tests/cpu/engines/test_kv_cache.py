@@ -2,6 +2,7 @@
 
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,17 +11,18 @@ from full_counts import PROOF
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.kv_cache import PagedCache
 
 
-def make_cache(num_pages=8, page_size=4, is_caching=True):
-    return PagedCache(
-        (1, 1, 1),
-        num_pages=num_pages,
-        page_size=page_size,
-        is_caching=is_caching,
-        like=torch.empty(0),
+def make_cache(num_pages=8, page_size=4, is_caching=True, shape=(1, 1, 1), dtype=torch.float32):
+    layers, heads, width = shape
+    model = SimpleNamespace(
+        attention_layers=range(layers), num_kv_heads=heads, key_dim=width, linear=None, latent=None
     )
+    sizes = {"kv_cache_tokens": num_pages * page_size, "page_size": page_size}
+    config = EmbeddedConfig(**sizes, prefix_cache=is_caching)
+    return PagedCache(model, config, like=torch.empty(0, dtype=dtype))
 
 
 class Store:
@@ -181,13 +183,7 @@ def resident_bytes():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cache_takes_the_memory_of_the_tokens_that_it_has_held(dtype):
     before = resident_bytes()
-    cache = PagedCache(
-        (4, 4, 64),
-        num_pages=16_384,
-        page_size=16,
-        is_caching=True,
-        like=torch.empty(0, dtype=dtype),
-    )
+    cache = make_cache(16_384, 16, shape=(4, 4, 64), dtype=dtype)
     size = 2 * cache.keys.nbytes
     assert cache.keys.dtype == dtype and cache.keys.data_ptr() % 64 == 0
     lease = cache.open(np.arange(64, dtype=np.int32), reuse=0)

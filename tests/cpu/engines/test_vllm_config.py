@@ -52,7 +52,7 @@ def test_a_server_sees_the_gpus_of_its_replica_and_without_any_what_the_trainer_
     gpus, seen, monkeypatch, tmp_path
 ):
     class Unstarted(VllmServer):
-        def _start(self):
+        def start(self, directory):
             self.environment = self._environment()
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")

@@ -8,6 +8,7 @@ import pytest
 from engine_contexts import context_of
 from vllm_scenario import play, replayed
 
+from lockstep.engines.config import VllmConfig
 from lockstep.engines.http import HttpClient
 from lockstep.engines.vllm.wire import VllmWire
 from lockstep.errors import CapabilityError, EngineError
@@ -32,7 +33,7 @@ def facts_of(exchanges):
         try:
             async with replayed(exchanges) as url:
                 client = HttpClient(url, name="vllm")
-                return await asyncio.to_thread(VllmWire, client, CONTEXT)
+                return await asyncio.to_thread(VllmWire, VllmConfig(), CONTEXT, client)
         except AssertionError:  # the rest of the record was not asked for
             return None
 

@@ -46,7 +46,7 @@ def same(found, sent):
 
 
 def received(rank, invitation, load):
-    return dict(WeightReceiver(rank=rank, device=CPU, **invitation).tensors(**load))
+    return dict(WeightReceiver(invitation, rank=rank, device=CPU).tensors(**load))
 
 
 def send(link, receivers, sent):
@@ -72,7 +72,7 @@ def test_tensors_arrive_whole_in_buckets_that_are_smaller(
 ):
     link = sender(way, num_workers, is_delta=is_delta)
     receivers = [
-        WeightReceiver(rank=rank, device=CPU, **link.invitation) for rank in range(num_workers)
+        WeightReceiver(link.invitation, rank=rank, device=CPU) for rank in range(num_workers)
     ]
     whole = send(link, receivers, tensors())
     assert whole == sum(x.numel() * x.element_size() for x in tensors().values())
@@ -92,9 +92,7 @@ def test_tensors_arrive_whole_in_buckets_that_are_smaller(
 
 def test_a_worker_that_cannot_open_the_memory_gets_a_broadcast(small_buckets, monkeypatch):
     link = sender("file", 2)
-    here, elsewhere = (
-        WeightReceiver(rank=rank, device=CPU, **link.invitation) for rank in range(2)
-    )
+    here, elsewhere = (WeightReceiver(link.invitation, rank=rank, device=CPU) for rank in range(2))
     monkeypatch.setattr(elsewhere, "_opened", lambda *place: None)  # another container
     for _ in range(2):
         send(link, [here, elsewhere], tensors())
@@ -105,7 +103,7 @@ def test_a_worker_that_cannot_open_the_memory_gets_a_broadcast(small_buckets, mo
 def test_memory_of_another_container_is_not_opened():
     link = sender("file", 1)
     path, inode = link.open_load()["place"]
-    receiver = WeightReceiver(rank=0, device=CPU, **link.invitation)
+    receiver = WeightReceiver(link.invitation, rank=0, device=CPU)
     assert receiver._opened("file", (path, inode)) is not None
     assert receiver._opened("file", (path, inode + 1)) is None, "another file at this path"
     assert receiver._opened("file", ("/proc/0/fd/0", inode)) is None
@@ -114,7 +112,7 @@ def test_memory_of_another_container_is_not_opened():
 
 def test_a_receiver_with_other_tensors_than_the_trainer_refuses_them(small_buckets):
     link = sender("file", 1, is_delta=True)
-    receiver = WeightReceiver(rank=0, device=CPU, **link.invitation)
+    receiver = WeightReceiver(link.invitation, rank=0, device=CPU)
     send(link, [receiver], tensors())
     receiver._decoder._held["counts"][0] ^= 1
     with pytest.raises(EngineError, match="checksums"):
@@ -153,7 +151,7 @@ RECEIVER = """
 import hashlib, json, sys, torch
 from lockstep.engines.weight_link import WeightReceiver, _as_bytes
 invitation, load = json.loads(sys.stdin.readline())
-found = WeightReceiver(rank=0, device=torch.device("cpu"), **invitation).tensors(**load)
+found = WeightReceiver(invitation, rank=0, device=torch.device("cpu")).tensors(**load)
 print(json.dumps({n: hashlib.sha256(_as_bytes(x).numpy()).hexdigest() for n, x in found}))
 """
 
@@ -176,7 +174,7 @@ def test_a_worker_that_fails_ends_the_load(way, small_buckets):
     link = sender(way, 1)
 
     def take_one(load):
-        next(WeightReceiver(rank=0, device=CPU, **link.invitation).tensors(**load))
+        next(WeightReceiver(link.invitation, rank=0, device=CPU).tensors(**load))
         raise ValueError("shape")
 
     with ThreadPoolExecutor(1) as workers:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from engine_models import deltas_of, reply_of, request
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.engines.registry import make_engine
-from lockstep.engines.worker_engine import outlines_of, tensors_in, written
+from lockstep.engines.worker_engine import outlines_of, shared, tensors_in
 from lockstep.errors import (
     CapabilityError,
     CheckpointError,
@@ -170,17 +171,17 @@ def test_weights_on_their_way_are_written_once_for_all_who_read_them():
     newest = Newest()
     first = {"a": torch.arange(5.0), "b": torch.ones(2, 3, dtype=torch.bfloat16)}
     outlines = outlines_of(first)
-    file = written(newest, first, outlines, version=1)
-    assert written(newest, first, outlines, version=1) is file
+    file = newest.written(first, 1, partial(shared, first, outlines))
+    assert newest.written(first, 1, partial(shared, first, outlines)) is file
     second = {"a": torch.zeros(5), "b": torch.zeros(2, 3, dtype=torch.bfloat16)}
-    other = written(newest, second, outlines, version=2)
+    other = newest.written(second, 2, partial(shared, second, outlines))
     assert newest.has(second, 2) and not newest.has(first, 1)
     found = tensors_in(mapped(file.address), outlines)
     assert all(torch.equal(found[name], first[name]) for name in first), "the first is still read"
     assert found["b"].dtype == torch.bfloat16
     address = file.address
     del file, other
-    written(newest, first, outlines, version=3)
+    newest.written(first, 3, partial(shared, first, outlines))
     with pytest.raises(EngineError, match="the trainer has given this load up"):
         mapped(address)
     assert all(torch.equal(found[name], first[name]) for name in first)

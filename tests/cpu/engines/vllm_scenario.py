@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 from aiohttp import ClientSession, web
 
+from lockstep.engines.config import VllmConfig
 from lockstep.engines.http import HttpClient
 from lockstep.engines.lease import Lease
 from lockstep.engines.served import ServedEngine
@@ -36,7 +37,7 @@ KEPT = {
 async def play(url, context, directory):
     """Talks to the server at `url`; returns what an engine makes of its answers, as JSON."""
     client = HttpClient(url, name="vllm")
-    wire = await asyncio.to_thread(VllmWire, client, context)
+    wire = await asyncio.to_thread(VllmWire, VllmConfig(), context, client)
     lease = Lease("recorded", server=url, process="1")
     engine = ServedEngine(wire, lease=lease)
     limits = engine.capabilities

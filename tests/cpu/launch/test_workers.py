@@ -11,8 +11,9 @@ import time
 import pytest
 from running import is_running
 
+from lockstep.engines.config import VllmConfig
 from lockstep.errors import ConfigError, EngineError, ServerRefusedError
-from lockstep.launch.workers import WorkerProcess, gpus_of_rank, portable
+from lockstep.launch.workers import WorkerProcess, portable
 
 
 @pytest.fixture
@@ -91,13 +92,12 @@ def test_a_worker_ignores_ctrl_c_and_ends_with_the_process_that_started_it(tmp_p
 
 def test_workers_take_the_gpus_that_no_trainer_of_their_machine_has():
     def places(count, world, local_world, gpus, is_shared=False, each=1):
+        engine = VllmConfig(replicas=count, tensor_parallel=each, share_device=is_shared)
+        local = {"local_world": local_world, "gpus": [str(gpu) for gpu in range(gpus)]}
         return [
-            gpus_of_rank(
-                count, rank, world, local_rank=rank % local_world, local_world=local_world,
-                gpus=[str(gpu) for gpu in range(gpus)], is_shared=is_shared, each=each,
-            )
+            engine.gpus_of_rank(rank, world, local_rank=rank % local_world, **local)
             for rank in range(world)
-        ]  # fmt: skip
+        ]
 
     assert places(4, 4, 4, 8) == [["4"], ["5"], ["6"], ["7"]]
     assert places(12, 4, 2, 8) == [["2", "3", "4"], ["5", "6", "7"]] * 2  # of two machines

@@ -21,14 +21,7 @@ from lockstep.engines.base import Scores
 from lockstep.engines.embedded.kv_cache import ZERO_PAGE, PagedCache, PageLease, ResidentCache
 from lockstep.engines.grammar import GrammarState
 from lockstep.engines.ledger import Entry
-from lockstep.engines.sampling import (
-    DrawRule,
-    Group,
-    group_rows,
-    sample_groups,
-    stream_of,
-    uniforms,
-)
+from lockstep.engines.sampling import DrawRule, DrawTable, stream_of
 from lockstep.ops.base import Ops
 from lockstep.ops.chunks import StateStep, fed_positions
 from lockstep.ops.context import PagedContext, ResidentRows
@@ -147,13 +140,20 @@ _MOVED = (
 """Arrays of `BatchRows` whose entry moves with the row as it is."""
 
 
-class BatchRows:
+class BatchRows(DrawTable):
     """State of the requests that sample a token in every step: one entry per row in each array.
 
     The next step feeds `last_ids` at `positions`, and samples the token of the next position.
     """
 
     def __init__(self, capacity: int, max_context: int, page_size: int) -> None:
+        super().__init__(
+            rules=[],
+            rule_of=np.zeros(capacity, np.int64),
+            streams=np.zeros(capacity, np.uint64),
+            top_p=np.ones(capacity, np.float32),
+            top_k=np.zeros(capacity, np.int64),
+        )
         self.num = 0
         self.page_size = page_size
         self.sequences: list[Sequence] = []
@@ -163,11 +163,7 @@ class BatchRows:
         self.num_pages = np.zeros(capacity, np.int64)
         self.counts = np.zeros(capacity, np.int64)
         self.limits = np.zeros(capacity, np.int64)
-        self.streams = np.zeros(capacity, np.uint64)
-        self.top_p = np.ones(capacity, np.float32)
-        self.top_k = np.zeros(capacity, np.int64)
         self.stop_ids = np.full((capacity, 4), -1, np.int64)
-        self.rule_of = np.zeros(capacity, np.int64)
         self.adapters = np.zeros(capacity, np.int64)
         """Number of each row's `WeightsKey`."""
         self.slots = np.zeros(capacity, np.int64)
@@ -179,9 +175,6 @@ class BatchRows:
         # As long as the longest possible reply; untouched memory is not taken from the system.
         self.sampled_ids = np.empty((capacity, max_context), np.int32)
         self.logprobs = np.empty((capacity, max_context), np.float32)
-        self._rules: list[DrawRule] = []
-        self._groups: tuple[int, list[Group]] | None = None
-        """First row that the last `sample` drew for, and the groups from there on."""
         self.num_changes = 0
         """Changes of rows and their pages."""
 
@@ -208,9 +201,9 @@ class BatchRows:
             sequence.support is not None,
             sequence.grammar is not None,
         )
-        if rule not in self._rules:
-            self._rules.append(rule)
-        self.rule_of[row] = self._rules.index(rule)
+        if rule not in self.rules:
+            self.rules.append(rule)
+        self.rule_of[row] = self.rules.index(rule)
         self.adapters[row] = sequence.weights.number
         self.slots[row] = sequence.held.slot
         self.is_loaded[row] = False
@@ -220,7 +213,6 @@ class BatchRows:
         sequence.row = row
         self.sequences.append(sequence)
         self.num += 1
-        self._groups = None
         self.num_changes += 1
 
     def remove(self, row: int) -> None:
@@ -242,7 +234,6 @@ class BatchRows:
         self.pages[last, : self.num_pages[last]] = ZERO_PAGE
         self.sequences.pop()
         self.num = last
-        self._groups = None
         self.num_changes += 1
 
     def add_page(self, row: int, page: int) -> None:
@@ -260,7 +251,7 @@ class BatchRows:
     def shared_rule(self) -> DrawRule | None:
         """The rule that all rows draw by; None if rules differ."""
         rule_of = self.rule_of[: self.num]
-        return self._rules[rule_of[0]] if (rule_of == rule_of[0]).all() else None
+        return self.rules[rule_of[0]] if (rule_of == rule_of[0]).all() else None
 
     def sample(
         self, logits: Tensor, ops: Ops, *, first: int = 0
@@ -270,18 +261,9 @@ class BatchRows:
 
         The second holds only rows that ask for their support.
         """
-        device, rows = logits.device, slice(first, self.num)
-        uniform = to_device(uniforms(self.streams[rows], self.positions[rows] + 1), device)
-        if self._groups is None or self._groups[0] != first:
-            self._groups = first, group_rows(self._rules, self.rule_of[rows], device, first=first)
-        filters = {"top_p": self.top_p, "top_k": self.top_k, "allowed": self._allowed}
-        ids, logprobs, support = sample_groups(logits, uniform, self._groups[1], ops, **filters)
+        rows = np.arange(first, self.num)
+        ids, logprobs, support = self.draw(logits, rows, self.positions[rows] + 1, ops)
         return pack_draws(ids, logprobs), support
-
-    def groups_of(self, row_of: npt.NDArray[np.int64], device: torch.device) -> list[Group]:
-        """The draws of several tokens per row by their rules. row_of: [T] the row of each."""
-        found = group_rows(self._rules, self.rule_of[row_of], device)
-        return [(rule, at, row_of[numbers]) for rule, at, numbers in found]
 
     def text(self, row: int) -> Int32Array:
         """Ids of the prompt, and those sampled since."""
@@ -289,14 +271,14 @@ class BatchRows:
         num_new = int(self.positions[row]) + 1 - len(ids)
         return np.concatenate([ids, self.sampled_ids[row, count - num_new : count]])
 
-    def _allowed(self, row: int) -> npt.NDArray[np.bool_]:
+    def allowed(self, row: int) -> npt.NDArray[np.bool_]:
         grammar = self.sequences[row].grammar
         assert grammar is not None, "a constrained row has one"
         return grammar.allowed()
 
     def constrained(self) -> list[Sequence]:
         """Requests with a grammar."""
-        rules = [i for i, rule in enumerate(self._rules) if rule.is_constrained]
+        rules = [i for i, rule in enumerate(self.rules) if rule.is_constrained]
         rows = np.flatnonzero(np.isin(self.rule_of[: self.num], rules)) if rules else ()
         return [self.sequences[row] for row in rows]
 

@@ -38,7 +38,6 @@ from lockstep.engines.embedded.decode_graph import Capture, CudaGraphs, DecodeGr
 from lockstep.engines.embedded.kv_cache import PagedCache, ResidentCache
 from lockstep.engines.embedded.lookup import Guess, draw, guesses_of
 from lockstep.engines.embedded.scheduler import Scheduler
-from lockstep.engines.embedded.state_cache import StateCache
 from lockstep.engines.grammar import Vocabulary
 from lockstep.engines.ledger import LedgerEngine, limit_of, no_adapter
 from lockstep.errors import CapabilityError, EngineError, TornWeightsError
@@ -100,7 +99,7 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         self._stacks, self._numbers = AdapterStacks(), count(1)
         self._tested: set[frozenset[tuple[int, ...]]] = set()
         """Shapes of adapters that the ops were tested with."""
-        self._cache = _make_cache(model, config)
+        self._cache = PagedCache(shape, config, like=model.embedding)
         self.max_tokens = min(shape.max_positions, self._cache.num_pages * config.page_size)
         self._resident = None
         if config.resident_rows and not model.ops.reads_work(device):
@@ -283,7 +282,7 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         if sampling.grammar:
             sequence.grammar = self._vocabulary.begin(sampling.grammar)
         if sampling.record_routes:
-            self._keep_routes()
+            self._cache.keep_routes(self._model.config)
             sequence.routes, sequence.num_routed = [], request.routes_from
         if request.stream or sampling.stop_strings:
             self._watched[sequence] = None
@@ -297,17 +296,6 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         if adapter not in self._adapters:
             raise no_adapter(where, adapter, self._adapters)
         return self._adapters[adapter]
-
-    def _keep_routes(self) -> None:
-        """Starts to record routes, for all requests, with the first request that asks: one request
-        computes another's prefix."""
-        model = self._model.config
-        if self._cache.routes is None:
-            self._cache.keep_routes(
-                num_layers=len(model.routed_layers),
-                num_active=model.num_active_experts,
-                num_experts=model.num_experts,
-            )
 
     # -- the driver ---------------------------------------------------------------------------
 
@@ -755,24 +743,6 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
             load_weights(self._model, tensors, where=where)
         except Exception as error:
             raise TornWeightsError(f"{where}: the weights were half loaded: {error}") from error
-
-
-def _make_cache(model: Decoder, config: EmbeddedConfig) -> PagedCache:
-    shape, num_running, states = model.config, config.max_num_sequences, None
-    if shape.linear is not None:
-        num_kept = num_running if config.prefix_cache else 0
-        states = StateCache(
-            shape.linear, num_running=num_running, num_kept=num_kept, like=model.embedding
-        )
-    return PagedCache(
-        (len(shape.attention_layers), shape.num_kv_heads, shape.key_dim),
-        num_pages=config.kv_cache_tokens // config.page_size,
-        page_size=config.page_size,
-        is_caching=config.prefix_cache,
-        like=model.embedding,
-        has_values=shape.latent is None,
-        states=states,
-    )
 
 
 def sized(

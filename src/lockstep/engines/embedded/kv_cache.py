@@ -21,7 +21,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.state_cache import StateCache
+from lockstep.models.config import ModelConfig
 from lockstep.ops.context import KEY_BLOCK, planes_of
 from lockstep.ops.contract import CHUNK
 from lockstep.ops.transfer import to_device
@@ -142,24 +144,16 @@ class ResidentCache:
 class PagedCache:
     """Memory for keys and values, the trie over it, and its least-recently-used order."""
 
-    def __init__(
-        self,
-        shape: tuple[int, int, int],
-        *,
-        num_pages: int,
-        page_size: int,
-        is_caching: bool,
-        like: torch.Tensor,
-        has_values: bool = True,
-        states: StateCache | None = None,
-    ) -> None:
-        """shape: layers, heads of the keys, their width. like: a tensor with the keys' dtype and
-        device. has_values: False where keys hold the values; `values` is then `keys`. states: of a
-        model with linear attention; then only prefixes up to a kept state are reused."""
-        self.has_values, self.states = has_values, states
-        self.page_size, self.num_pages, self.is_caching = page_size, num_pages, is_caching
-        num_layers, num_heads, width = shape
-        self._shape = (num_layers, num_heads, num_pages + 1, page_size, width)
+    def __init__(self, model: ModelConfig, config: EmbeddedConfig, *, like: torch.Tensor) -> None:
+        """like: a tensor with the keys' dtype and device."""
+        self.has_values = model.latent is None
+        """False where keys hold the values; `values` is then `keys`."""
+        self.states = None if model.linear is None else StateCache(model.linear, config, like=like)
+        """Of a model with linear attention; then only prefixes up to a kept state are reused."""
+        self.page_size, self.is_caching = config.page_size, config.prefix_cache
+        self.num_pages = num_pages = config.kv_cache_tokens // config.page_size
+        num_layers, page_size = len(model.attention_layers), self.page_size
+        self._shape = (num_layers, model.num_kv_heads, num_pages + 1, page_size, model.key_dim)
         self._dtype, self._device = like.dtype, like.device
         self._tokens = np.zeros((num_pages + 1, page_size), np.int32)
         self.epoch = 0
@@ -185,12 +179,14 @@ class PagedCache:
             self.states.allocate()
         self._free = list(range(self.num_pages, 0, -1))
 
-    def keep_routes(self, *, num_layers: int, num_active: int, num_experts: int) -> None:
-        """Stores routes for every further position. Cached positions have no routes and are
-        dropped."""
-        self.forget()
-        self._no_routes = np.empty((0, num_layers, num_active), route_dtype(num_experts))
-        self._allocate_routes()
+    def keep_routes(self, model: ModelConfig) -> None:
+        """Stores routes for every further position, from the first call on: one request computes
+        another's prefix. Positions cached before have no routes and are dropped."""
+        if self.routes is None:
+            self.forget()
+            shape = (0, len(model.routed_layers), model.num_active_experts)
+            self._no_routes = np.empty(shape, route_dtype(model.num_experts))
+            self._allocate_routes()
 
     def _allocate_routes(self) -> None:
         if self._no_routes is not None:

@@ -18,9 +18,7 @@ import numpy as np
 import torch
 
 from lockstep.engines.embedded.batch import BatchRows, PrefillChunk
-from lockstep.engines.sampling import sample_groups, uniforms
 from lockstep.ops.base import Ops
-from lockstep.ops.transfer import to_device
 from lockstep.types import Float32Array, Int32Array
 
 NGRAM = 3
@@ -84,11 +82,7 @@ def draw(guesses: list[Guess], rows: BatchRows, logits: torch.Tensor, ops: Ops) 
     lengths = [len(guess.guessed) for guess in guesses]
     row_of = np.repeat([guess.sequence.row for guess in guesses], lengths)
     positions = np.concatenate([np.arange(g.start, g.stop) for g in guesses])
-    uniform = to_device(uniforms(rows.streams[row_of], positions + 1), logits.device)
-    groups = rows.groups_of(row_of, logits.device)
-    ids, logprobs, _ = sample_groups(
-        logits, uniform, groups, ops, top_p=rows.top_p, top_k=rows.top_k
-    )
+    ids, logprobs, _ = rows.draw(logits, row_of, positions + 1, ops)
     ends = np.cumsum(lengths)[:-1]
     parts = (np.split(drawn.cpu().numpy(), ends) for drawn in (ids.int(), logprobs))
     for guess, *drawn in zip(guesses, *parts, strict=True):

@@ -14,6 +14,7 @@ from dataclasses import fields
 
 import torch
 
+from lockstep.engines.config import EmbeddedConfig
 from lockstep.models.attention_config import LinearShape
 from lockstep.ops.chunks import States
 
@@ -23,13 +24,12 @@ Tensor = torch.Tensor
 class StateCache:
     """Memory for states, and which of its slots are in use."""
 
-    def __init__(
-        self, shape: LinearShape, *, num_running: int, num_kept: int, like: Tensor
-    ) -> None:
+    def __init__(self, shape: LinearShape, config: EmbeddedConfig, *, like: Tensor) -> None:
         """like: a tensor with the dtype and device of the states' tails."""
         self._shape, self._dtype, self._device = shape, like.dtype, like.device
-        self._num_running, self._num_kept = num_running, num_kept
-        self.unread_slot = num_running
+        self._num_running = config.max_num_sequences
+        self._num_kept = config.max_num_sequences if config.prefix_cache else 0
+        self.unread_slot = self._num_running
         """For the rows that fill up the batch of a graph."""
         self._kept: OrderedDict[Hashable, int] = OrderedDict()
         """Key -> kept state, the least recently used first."""

@@ -240,18 +240,14 @@ class LocalWire(Wire):
         self._drive()
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
+        assert source is not None, "this engine shares no weights: `capabilities` says so"
         if not self._why_not_in_place:
-            assert source is not None, "this engine shares no weights: `capabilities` says so"
             self._update(self._engine, source)
-        elif isinstance(source, str):
-            self._context.on_wait(f"vLLM is started again: {self._why_not_in_place}")
-            self._shut_down()
-            self._engine = self._start(Path(source))
-        else:
-            raise CapabilityError(
-                f"vLLM cannot take tensors while it runs: {self._why_not_in_place}. A checkpoint "
-                "directory is read by starting it again."
-            )
+            return
+        assert isinstance(source, str), "it takes tensors only where they can be replaced"
+        self._context.on_wait(f"vLLM is started again: {self._why_not_in_place}")
+        self._shut_down()
+        self._engine = self._start(Path(source))
 
     async def load_adapter(self, name: str, directory: Path) -> None:
         from vllm.lora.request import LoRARequest

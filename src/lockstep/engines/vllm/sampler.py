@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from vllm.sampling_params import SamplingParams
@@ -23,10 +24,9 @@ from vllm.v1.sample.logits_processor import LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.sampler import Sampler
 
-from lockstep.engines.sampling import DrawRule, group_rows, sample_groups, stream_of, uniforms
+from lockstep.engines.sampling import DrawRule, DrawTable, stream_of
 from lockstep.engines.vllm.plugin import DISTRIBUTION, SEED, SUPPORT
 from lockstep.models.decoder import Decoder
-from lockstep.ops.transfer import to_device
 from lockstep.types import Int32Array
 
 
@@ -90,6 +90,10 @@ def _row(params: SamplingParams, prompt_ids: list[int] | None, output_ids: list[
     return _DrawRow(rule, stream, params.top_p, top_k, len(prompt_ids or ()), output_ids)
 
 
+def _unpacked(kept: npt.NDArray[np.bool_]) -> Int32Array:
+    return np.flatnonzero(kept).astype(np.int32)
+
+
 class ExactSampler(Sampler):
     """Takes the place of vLLM's sampler."""
 
@@ -111,25 +115,21 @@ class ExactSampler(Sampler):
         processors = sampling_metadata.logitsprocs.argmax_invariant
         known = next((found.rows for found in processors if isinstance(found, DrawSettings)), {})
         rows = [known.get(at, NO_ROW) for at in range(len(logits))]
-        streams = np.array([row.stream for row in rows], np.uint64)
         positions = np.array([row.num_prompt + len(row.output_ids) for row in rows], np.int64)
-        device, ops = logits.device, self._decoder[0].ops
         with torch.inference_mode():
             logits = self.apply_logits_processors(
                 logits.float(), sampling_metadata, predict_bonus_token
             )
-            uniform = to_device(uniforms(streams, positions), device)
             rules = list(dict.fromkeys(row.rule for row in rows))
-            rule_of = np.array([rules.index(row.rule) for row in rows])
-            ids, logprobs, support = sample_groups(
-                logits,
-                uniform,
-                group_rows(rules, rule_of, device),
-                ops,
+            table = DrawTable(
+                rules=rules,
+                rule_of=np.array([rules.index(row.rule) for row in rows]),
+                streams=np.array([row.stream for row in rows], np.uint64),
                 top_p=np.array([row.top_p for row in rows], np.float32),
                 top_k=np.array([row.top_k for row in rows], np.int64),
-                pack=lambda kept: np.flatnonzero(kept).astype(np.int32),
             )
+            everyone, ops = np.arange(len(rows)), self._decoder[0].ops
+            ids, logprobs, support = table.draw(logits, everyone, positions, ops, pack=_unpacked)
             self.support = None
             if support:
                 none = np.empty(0, np.int32)

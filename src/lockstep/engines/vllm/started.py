@@ -8,7 +8,6 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from lockstep.engines.http import HttpClient
 from lockstep.engines.server_process import ServerProcess
 from lockstep.engines.vllm import plugin
 from lockstep.engines.vllm.checkpoint import check_readable, config_overrides, has_latents
-from lockstep.errors import CapabilityError, EngineError
+from lockstep.errors import CapabilityError
 from lockstep.launch.place import free_port
 
 WORKER_EXTENSION = plugin.arguments_of("server")["worker-extension-cls"]
@@ -98,8 +97,8 @@ class VllmServer:
     """A vLLM server of this run, which can be restarted from another checkpoint."""
 
     def __init__(self, config: VllmConfig, context: EngineContext) -> None:
-        """Starts the server and returns while it loads: `wait` for it. Raises CapabilityError for
-        features that vLLM has on GPUs only."""
+        """Starts the server; returns when it answers. Raises CapabilityError for features that vLLM
+        has on GPUs only, and what `start` raises."""
         self._config, self._context = config, context
         self._python = config.python or sys.executable
         self._has_gpu = torch.cuda.is_available()
@@ -110,34 +109,17 @@ class VllmServer:
         self._place = place.absolute() / "vllm"
         self._place.mkdir(parents=True, exist_ok=True)
         self._packages = _folder_of_package(self._place)
-        self._directory = context.directory
-        self._start()
+        self.start(context.directory)
 
-    def wait(self, on_wait: Callable[[str], None]) -> None:
-        """Waits until it answers. Raises EngineError, with the end of its log, if it ends before or
-        takes longer than engine.start_seconds."""
-        on_wait(
-            f"starting vLLM, which takes from half a minute to minutes; its log: {self.process.log}"
-        )
-        try:
-            self.client.wait_until_up(
-                "/health", self._config.start_seconds, on_wait, self.process.why_ended
-            )
-        except EngineError:
-            self.process.stop()
-            raise
-
-    def restart(self, directory: Path, on_wait: Callable[[str], None]) -> None:
-        """Ends the server if it runs, and starts one from the checkpoint in `directory`."""
-        self.process.stop()
-        self._directory = directory
-        self._start()
-        self.wait(on_wait)
-
-    def _start(self) -> None:
-        port = free_port()
+    def start(self, directory: Path) -> None:
+        """Starts a process from the checkpoint in `directory` and waits until it answers. Raises
+        EngineError, with the end of its log, if it ends before or takes longer than
+        engine.start_seconds."""
+        port, on_wait = free_port(), self._context.on_wait
         self.process = ServerProcess(
-            self._command(port), log=self._place / "vllm.log", environment=self._environment()
+            self._command(port, directory),
+            log=self._place / "vllm.log",
+            environment=self._environment(),
         )
         self.client = HttpClient(
             f"http://127.0.0.1:{port}",
@@ -145,8 +127,18 @@ class VllmServer:
             request_seconds=self._config.request_seconds,
             how_started=shlex.join(self.process.command),
         )
+        on_wait(
+            f"starting vLLM, which takes from half a minute to minutes; its log: {self.process.log}"
+        )
+        try:
+            self.client.wait_until_up(
+                "/health", self._config.start_seconds, on_wait, self.process.why_ended
+            )
+        except BaseException:  # Ctrl-C while it loads leaves no server either
+            self.process.stop()
+            raise
 
-    def _command(self, port: int) -> list[str]:
+    def _command(self, port: int, directory: Path) -> list[str]:
         config, context = self._config, self._context
         arguments = [
             *(f"--{name}={value}" for name, value in plugin.arguments_of("server").items()),
@@ -165,7 +157,7 @@ class VllmServer:
             *engine_arguments(
                 config,
                 context,
-                self._directory,
+                directory,
                 has_gpu=self._has_gpu,
                 max_tokens=context.max_tokens,
                 is_ours=self._is_ours,

@@ -24,16 +24,9 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from lockstep.engines.base import Capabilities, EngineContext, WeightSource
-from lockstep.engines.config import DecoderChoice, VllmConfig
+from lockstep.engines.config import VllmConfig
 from lockstep.engines.http import HttpClient
-from lockstep.engines.http_wire import (
-    HttpWire,
-    check_echoed_ids,
-    check_same_config,
-    connect,
-    labels_of,
-)
-from lockstep.engines.lease import Lease
+from lockstep.engines.http_wire import HttpWire
 from lockstep.engines.served import AnswerChunk, ServedEngine
 from lockstep.engines.vllm.plugin import DISTRIBUTION, SCORE_FROM, SEED, SUPPORT, check_attached
 from lockstep.engines.vllm.started import WORKER_EXTENSION, VllmServer
@@ -44,12 +37,6 @@ from lockstep.types import Distribution, Request, Routes
 
 CHECKED_VERSION = "0.32"
 """Version of vLLM that this was tested with."""
-
-HOW_STARTED = (
-    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --skip-tokenizer-init --enable-scale-out "
-    "--enable-prompt-tokens-details --logprobs-mode=processed_logprobs "
-    "--generation-config=vllm --scheduling-policy=priority"
-)
 
 GENERATE = "/inference/v1/generate"
 
@@ -171,21 +158,26 @@ def _counts_cached(client: HttpClient) -> bool:
 class VllmWire(HttpWire):
     """`Wire` to one vLLM server. server: the process, if the run has started it."""
 
+    name = "vllm"
+    how_started = (
+        "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --skip-tokenizer-init --enable-scale-out "
+        "--enable-prompt-tokens-details --logprobs-mode=processed_logprobs "
+        "--generation-config=vllm --scheduling-policy=priority"
+    )
     adapter_routes = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
     def __init__(
         self,
-        client: HttpClient,
+        config: VllmConfig,
         context: EngineContext,
+        client: HttpClient | None = None,
         *,
         server: VllmServer | None = None,
-        decoder: DecoderChoice = "auto",
-        is_delta: bool = False,
     ) -> None:
         """Finds out about the running server. Raises CapabilityError, with the command that would
         help, if it lacks what a run needs or serves another model."""
-        super().__init__(client, context)
-        self.server, self._is_delta = server, is_delta
+        super().__init__(config, context, client)
+        self.server, self._is_delta, client = server, config.delta_sync, self._client
         self._link: WeightSender | None = None
         settings = _settings(client)
         model = settings["model_config"]
@@ -195,8 +187,8 @@ class VllmWire(HttpWire):
         shape, self._why_not_in_place = found["config"], found["why_not_in_place"]
         self._is_ours = bool(found.get("fingerprint"))
         if server is None:
-            check_attached(decoder, found, url=client.url)
-        check_same_config("vllm", client.url, context, shape, SHAPE_FIELDS)
+            check_attached(config.decoder, found, url=client.url)
+        self.check_model(shape, SHAPE_FIELDS)
         has_adapters = settings.get("lora_config") is not None
         if self._why_not_in_place and not has_adapters and server is None:
             raise CapabilityError(
@@ -285,7 +277,7 @@ class VllmWire(HttpWire):
             logprobs=found,
             prompt_ids=answer["prompt_token_ids"],
             num_cached_tokens=_num_cached(answer),
-            labels=labels_of(answer["choices"][0]),
+            labels=self.labels_of(answer["choices"][0]),
         )
 
     def _body(self, request: Request, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -303,7 +295,7 @@ class VllmWire(HttpWire):
     def _chunk(self, answer: Any, choice: Any, *, has_ended: bool) -> AnswerChunk:
         ids = choice["token_ids"] or []
         content = (choice["logprobs"] or {}).get("content") or []
-        check_echoed_ids([entry["token_id"] for entry in content], ids, self.url)
+        self.check_scored([entry["token_id"] for entry in content], ids)
         routes = choice.get("routed_experts")
         return AnswerChunk(
             token_ids=ids,
@@ -314,7 +306,7 @@ class VllmWire(HttpWire):
             num_cached_tokens=_num_cached(answer),
             routed_experts=None if routes is None else _routes(routes),
             support=choice.get("sampling_mask"),
-            labels=labels_of(choice) if has_ended else (),
+            labels=self.labels_of(choice) if has_ended else (),
         )
 
     async def abort(self, call_id: str) -> None:
@@ -409,7 +401,8 @@ class VllmWire(HttpWire):
             raise EngineError(f"{self.url}: {reason}, and it is not this run's to start.")
         self._context.on_wait(f"starting vLLM again from {directory}: {reason}")
         self._drop_link()
-        await asyncio.to_thread(server.restart, directory, self._context.on_wait)
+        await asyncio.to_thread(server.process.stop)
+        await asyncio.to_thread(server.start, directory)
         self._client = server.client
         for name, adapter in self._loaded.items():
             await self.load_adapter(name, adapter)
@@ -454,17 +447,11 @@ def _routes(text: str) -> Routes:
 def vllm_on_server(config: VllmConfig, context: EngineContext) -> ServedEngine:
     """An engine on the server at the first of engine.urls, or on a server that is started here and
     ends with `close`. Returns when it answers."""
-    if config.urls:
-        client = connect(config, context, name="vllm", how_started=HOW_STARTED)
-        lease = Lease(context.run, server=client.url, take_over=config.take_over)
-        wire = VllmWire(client, context, decoder=config.decoder, is_delta=config.delta_sync)
-        return ServedEngine(wire, lease=lease)
-    server = VllmServer(config, context)
+    server = None if config.urls else VllmServer(config, context)
     try:
-        server.wait(context.on_wait)
-        lease = Lease(context.run, server=server.client.url)
-        wire = VllmWire(server.client, context, server=server, is_delta=config.delta_sync)
-        return ServedEngine(wire, lease=lease)
-    except BaseException:  # Ctrl-C while it loads leaves no server either
-        server.process.stop()
+        wire = VllmWire(config, context, server and server.client, server=server)
+    except BaseException:
+        if server is not None:
+            server.process.stop()
         raise
+    return ServedEngine(wire, lease=wire.lease())

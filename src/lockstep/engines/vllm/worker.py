@@ -56,6 +56,6 @@ class LockstepWorker:
         load: see `WeightSender`."""
         receiver = self.lockstep_receiver
         if receiver is None or receiver.name != invitation["name"]:
-            receiver = WeightReceiver(rank=self.rank, device=self.device, **invitation)
+            receiver = WeightReceiver(invitation, rank=self.rank, device=self.device)
             self.lockstep_receiver = receiver
         update_weights(self.model_runner.get_model(), self.vllm_config, receiver.tensors(**load))
