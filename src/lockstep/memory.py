@@ -189,16 +189,11 @@ class PlanFacts:
 
 
 def predict_memory(
-    config: ModelChoice,
-    model: ModelConfig,
-    lora: LoraShape | None,
-    *,
-    device: Device,
-    is_invariant: bool,
+    config: ModelChoice, model: ModelConfig, lora: LoraShape | None, *, is_invariant: bool
 ) -> MemoryPlan:
     """The predicted peak of a run. lora: the shape of `config.lora` on this model. is_invariant:
     whether the contract holds, whose packed weights take memory."""
-    world = config.num_processes
+    world, device = config.num_processes, config.expected_device
     facts = PlanFacts(
         model=model,
         dtype=config.compute_dtype,
@@ -449,11 +444,11 @@ def _mlp_width(c: ModelConfig) -> int:
 # -- available memory ------------------------------------------------------------------------------
 
 
-def memory_limit(config: ModelChoice, device: Device) -> tuple[int, str] | None:
+def memory_limit(config: ModelChoice) -> tuple[int, str] | None:
     """(bytes that the device has for this run, their source); None if they are not known."""
     if config.memory_limit_gib:
         return int(config.memory_limit_gib * GIB), f"memory_limit_gib={config.memory_limit_gib:g}"
-    return host_memory(config) if device == "cpu" else free_gpu_memory()
+    return host_memory(config) if config.expected_device == "cpu" else free_gpu_memory()
 
 
 def host_memory(config: ModelChoice) -> tuple[int, str] | None:

@@ -173,8 +173,8 @@ class _Builder:
         is_training, hooks = self.is_training, current_hooks()
         if config.contract != "none":
             ask_for_reproducible_gemm()
-        if is_training and (device := resolve_device(config)) == "cuda":
-            check_memory(config, model_files, device)
+        if is_training and resolve_device(config) == "cuda":
+            check_memory(config, model_files)
         over = None if self.base is None else self.base.decoder
         model = load_model(config, model_files, weights=self.weights, over=over)
         numerics = choose_numerics(config.contract, model, why_not=why_no_contract(config))

@@ -575,7 +575,8 @@ def open_run(
         warn=lambda text: shown.note(text, "warning"),
     )
     with directory or nullcontext():
-        config = replace(config, engine=sized_engine(config, model_files, resolve_device(config)))
+        resolve_device(config)
+        config = replace(config, engine=sized_engine(config, model_files))
         parts = build_policies(
             config, model_files, ranks=ranks, base=base, scratch=options.out, on_wait=shown.note
         )
