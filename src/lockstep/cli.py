@@ -34,7 +34,7 @@ from lockstep.config import (
     resolve,
     to_dict,
 )
-from lockstep.display import show_once, warn
+from lockstep.display import number, show_once, warn
 from lockstep.errors import (
     ConfigError,
     DiskFullError,
@@ -261,7 +261,6 @@ def _finish(outcome: Any, options: argparse.Namespace) -> int:
 
 def _closing(outcome: Any, options: argparse.Namespace) -> list[str]:
     """The figures that a run has reached, and the commands that go on from it."""
-    from lockstep.observe.live import format_number
     from lockstep.observe.metrics import held_out_label
     from lockstep.store.run import load_run
 
@@ -272,7 +271,7 @@ def _closing(outcome: Any, options: argparse.Namespace) -> list[str]:
             if label := held_out_label(name):
                 tested[label].append(value)
     lines = [
-        f"{label:<32} {format_number(values[0])} -> {format_number(values[-1])}"
+        f"{label:<32} {number(values[0])} -> {number(values[-1])}"
         for label, values in {
             "reward, first step and last 10": [found[name] for name in _REWARDS if name in found],
             **{f"held out, {label}": values for label, values in tested.items()},

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from html import escape
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +71,17 @@ def unknown_name(name: str, known: Iterable[str], *, where: str = "there is") ->
 def number(value: Any) -> str:
     """A figure as it is read, any other value as it is.
 
-    >>> [number(v) for v in (0.41562, 12, 51234.0, float("nan"), "done")]
-    ['0.416', '12', '51,234', '-', 'done']
+    >>> [number(v) for v in (0.41562, 12, 51234.0, 3.12e-9, float("nan"), "done")]
+    ['0.416', '12', '51,234', '3.1e-09', '-', 'done']
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         return str(value)
-    if not math.isfinite(value):
-        return "-" if math.isnan(value) else str(value)
-    if isinstance(value, int) or abs(value) >= 1000:
+    size = abs(float(value))
+    if math.isnan(size):
+        return "-"
+    if isinstance(value, int) or size >= 1000:
         return f"{value:,.0f}"
-    return f"{value:.3g}"
+    return f"{value:.3g}" if size >= 1e-3 else f"{value:.2g}"
 
 
 def table(rows: Iterable[Sequence[Any]], *, head: Sequence[str] = ()) -> str:
