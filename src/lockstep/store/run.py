@@ -212,8 +212,7 @@ class RunDirectory:
 
         Raises RunError if `path` is not a run, or another process writes to it.
         """
-        path = Path(path)
-        _check_is_run(path)
+        path = load_run(path).path
         with ExitStack() as lock, storage_errors(path):
             lock.enter_context(hold_lock(path / "lock"))
             (path / "trajectories").mkdir(exist_ok=True)
@@ -511,25 +510,20 @@ def _figures(summary: Mapping[str, Any]) -> str:
 def load_run(path: str | os.PathLike[str]) -> Run:
     """Opens a run for reading; needs no lock. Raises RunError if `path` is not a run directory."""
     path = Path(path)
-    _check_is_run(path)
-    return Run(path)
-
-
-def _check_is_run(path: Path) -> None:
-    file = path / "environment.json"
     if not is_run(path):
         nearby = [p.parent.name for p in sorted(path.glob("*/config.json"))]
         hint = f" Did you mean one of the runs in it: {', '.join(nearby[-3:])}?" if nearby else ""
         found = "has no config.json" if path.is_dir() else "does not exist"
         raise RunError(f"{path} is not a run directory: it {found}.{hint}")
-    environment = read_json(file, RunError)
-    if missing := [k for k in ("format_version", "resumes") if k not in environment]:
+    run, file = Run(path), path / "environment.json"
+    if missing := [k for k in ("format_version", "resumes") if k not in run.environment]:
         raise RunError(f"{file} lacks {' and '.join(missing)}: it was damaged. Restore the file.")
-    if (version := environment["format_version"]) > FORMAT_VERSION:
+    if (version := run.environment["format_version"]) > FORMAT_VERSION:
         raise RunError(
             f"{path} was written in format {version}; this version of Lockstep reads up to "
             f"{FORMAT_VERSION}. Use the version that wrote it."
         )
+    return run
 
 
 def check_place(path: str | os.PathLike[str]) -> None:
