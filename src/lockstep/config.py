@@ -27,7 +27,7 @@ import textwrap
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, time
 from functools import cache
 from itertools import pairwise
@@ -461,20 +461,18 @@ def conflicts_in(config: Any, conflicts: Mapping[str, str], *, at: str = "") -> 
 def _holds(config: Any, condition: str) -> bool:
     name, sign, value = _parts(condition)
     found = _at(config, name)
+    if found is None:
+        return (sign, value) == ("=", "none")
     match sign:
-        case "=":
-            return _written(found) == value
-        case "!=":
-            return found is not None and _written(found) != value
+        case "=" | "!=":
+            return (_written(found) == value) is (sign == "=")
         case ">" | ">=":
             limit = float(value) if value.isdecimal() else _at(config, value)
-            if found is None or limit is None:
-                return False
-            return bool(found > limit or (sign == ">=" and found == limit))
+            return limit is not None and bool(found > limit or (sign == ">=" and found == limit))
         case ".*":
-            return found is not None and found != _class(found)()
+            return bool(found != _class(found)())
         case _:
-            return found is not None
+            return True
 
 
 def _stated(config: Any, condition: str, at: str) -> str:
@@ -726,7 +724,7 @@ def _section(annotation: Any, value: Any, path: str) -> tuple[type, Mapping[str,
     if not isinstance(value, Mapping):
         raise _has_settings(cls, path)
     tree = cast(Mapping[str, Any], value)
-    name, presets = tree.get("type"), _presets(annotation)
+    name, presets = tree.get("type"), {} if kinds else getattr(cls, "PRESETS", {})
     if kinds and name is None:
         if len(kinds) > 1:
             raise ConfigError(
@@ -792,12 +790,6 @@ def _show(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return "none" if value is None else str(value)
-
-
-def _presets(annotation: Any) -> Mapping[str, Callable[[], Any]]:
-    """Name -> maker of the values that have a name; a choice between kinds has none."""
-    found = [member for member in _union(annotation) if hasattr(member, "PRESETS")]
-    return {} if choices(annotation) or not found else found[0].PRESETS
 
 
 def _field_names(cls: type) -> list[str]:

@@ -123,7 +123,10 @@ class Chart:
 
     def _repr_html_(self) -> str:
         """SVG as a part of the page, whose colours it takes."""
-        drawn = {name: _points(*series) for name, series in self.series.items()}
+        drawn = {
+            name: [(x, y) for x, y in zip(*series, strict=True) if math.isfinite(y)]
+            for name, series in self.series.items()
+        }
         points = [point for curve in drawn.values() for point in curve]
         steps, values = [x for x, _ in points] or [0.0], [y for _, y in points] or [0.0]
         first, last = min(steps), max(*steps, self.num_steps or 0, min(steps) + 1)
@@ -171,10 +174,6 @@ def chart_of(
         found = [(row["step"], row[name]) for row in rows if name in row]
         series[name] = [step for step, _ in found], [value for _, value in found]
     return Chart(series, num_steps=num_steps)
-
-
-def _points(steps: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
-    return [(x, y) for x, y in zip(steps, values, strict=True) if math.isfinite(y)]
 
 
 def _axes(ticks: Sequence[float], steps: tuple[float, float], at: Any) -> str:
