@@ -12,7 +12,7 @@ import signal
 import sys
 import textwrap
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
@@ -59,8 +59,6 @@ OK, FAILED, BAD_INPUT, STOPPED, INTERRUPTED, READER_LEFT = 0, 1, 2, 3, 130, 141
 
 END_SECONDS = 10.0
 """Seconds until the process ends, once its command has, whatever threads are left."""
-
-_REWARDS = ("reward_first", "reward_last_10")
 
 
 def command() -> NoReturn:
@@ -264,20 +262,13 @@ def _closing(outcome: Any, options: argparse.Namespace) -> list[str]:
     from lockstep.observe.metrics import held_out_label
     from lockstep.store.run import load_run
 
-    path, found = shlex.quote(str(outcome.path)), outcome.summary
-    tested: dict[str, list[float]] = defaultdict(list)
-    for row in load_run(outcome.path).metrics:
-        for name, value in row.items():
-            if label := held_out_label(name):
-                tested[label].append(value)
-    lines = [
-        f"{label:<32} {number(values[0])} -> {number(values[-1])}"
-        for label, values in {
-            "reward, first step and last 10": [found[name] for name in _REWARDS if name in found],
-            **{f"held out, {label}": values for label, values in tested.items()},
-        }.items()
-        if len(values) > 1
-    ]
+    path, found, run = shlex.quote(str(outcome.path)), outcome.summary, load_run(outcome.path)
+    rewards = [found[name] for name in ("reward_first", "reward_last_10") if name in found]
+    curves = {"reward, first step and last 10": rewards}
+    for name in dict.fromkeys(name for row in run.metrics for name in row):
+        if label := held_out_label(name):
+            curves[f"held out, {label}"] = run.values(name)
+    lines = [f"{k:<32} {number(v[0])} -> {number(v[-1])}" for k, v in curves.items() if len(v) > 1]
     same = [w for name in options.plugin for w in ("--plugin", name)]
     same += [w for fault in getattr(options, "fault", ()) for w in ("--fault", fault)]
     commands = {f"{options.verb} {path} {shlex.join(['resume=true', *same])}": "goes on from here"}

@@ -188,23 +188,28 @@ class PlanFacts:
         return _unfrozen(trainable, self.trainer.freeze, "trainer.freeze", others=shapes)
 
 
-def predict_memory(
-    config: ModelChoice, model: ModelConfig, lora: LoraShape | None, *, is_invariant: bool
-) -> MemoryPlan:
-    """The predicted peak of a run. lora: the shape of `config.lora` on this model. is_invariant:
-    whether the contract holds, whose packed weights take memory."""
-    world, device = config.num_processes, config.expected_device
-    facts = PlanFacts(
+def state_facts(config: ModelChoice, model: ModelConfig, lora: LoraShape | None) -> PlanFacts:
+    """The inputs for what stays in memory in every kind of run. lora: the shape of `config.lora` on
+    this model."""
+    return PlanFacts(
         model=model,
         dtype=config.compute_dtype,
-        device=device,
+        device=config.expected_device,
         trainer=config.trainer,
         lora=lora,
         num_adapters=1 + len(config.own_seats) if isinstance(config, Config) else 1,
-        num_ranks=world,
+        num_ranks=config.num_processes,
         sequence=config.parallel.sequence,
-        is_sharded=config.parallel.shard and world > 1,
+        is_sharded=config.parallel.shard and config.num_processes > 1,
     )
+
+
+def predict_memory(
+    config: ModelChoice, model: ModelConfig, lora: LoraShape | None, *, is_invariant: bool
+) -> MemoryPlan:
+    """The predicted peak of a run. lora: as for `state_facts`. is_invariant: whether the contract
+    holds, whose packed weights take memory."""
+    facts = state_facts(config, model, lora)
     if isinstance(config, SupervisedConfig):
         facts = replace(facts, max_update_tokens=config.sft.rows_per_step * config.max_tokens)
     if isinstance(config, Config):
@@ -215,13 +220,13 @@ def predict_memory(
         total = config.groups_per_step * config.group_size * config.max_tokens
         engine = config.engine if isinstance(config.engine, EmbeddedConfig) else None
         if engine is not None:  # an engine without sizes is planned as small as it can be
-            engine = engine.sized(None if device == "cpu" else 0, longest=config.max_tokens)
-        is_asleep = engine is None and device == "cuda" and config.engine.share_device
+            engine = engine.sized(None if facts.device == "cpu" else 0, longest=config.max_tokens)
+        is_asleep = engine is None and facts.device == "cuda" and config.engine.share_device
         teachers = [] if config.distill is None else config.distill.teachers.values()
         facts = replace(
             facts,
             engine=engine,
-            num_sleeping=math.ceil(config.engine.num_workers / world) if is_asleep else 0,
+            num_sleeping=math.ceil(config.engine.num_workers / facts.num_ranks) if is_asleep else 0,
             has_reference=config.objective.reads_reference_logprobs,
             teachers=tuple(
                 ModelConfig.from_directory(locate_model(teacher.model))

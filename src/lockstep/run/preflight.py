@@ -42,10 +42,10 @@ from lockstep.memory import (
     DTYPE_BYTES,
     GIB,
     MemoryPlan,
-    PlanFacts,
     host_memory,
     memory_limit,
     predict_memory,
+    state_facts,
 )
 from lockstep.models import peft_format
 from lockstep.models.config import FallbackConfig, ModelConfig
@@ -769,14 +769,7 @@ def _trained(config: Config, model_files: ModelFiles) -> str:
         said += f"; frozen: {', '.join(frozen)}"
     if isinstance(model, FallbackConfig):
         return said
-    facts = PlanFacts(
-        model=model,
-        dtype=config.compute_dtype,
-        device="cpu",
-        trainer=config.trainer,
-        lora=lora,
-        num_adapters=1 + len(config.own_seats),
-    )
+    facts = state_facts(config, model, lora)
     trained = num_elements(facts.trained())
     total = num_elements(decoder_shapes(model) | facts.adapters())
     return f"{said}; {trained:,} of {total:,} parameters ({trained / total:.2%})"
