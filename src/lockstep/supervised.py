@@ -274,21 +274,17 @@ def _rows(config: SupervisedConfig, model_files: ModelFiles) -> Rows:
     for number, stage in enumerate(stages):
         # Each dialogue is written once, with one spelling: writing it anew in each pass costs more
         # than it teaches, since the next dialogue spells the same words differently anyway.
-        examples = []
-        for at, dialogue in enumerate(stage.dialogues):
-            where = f"{config.name} stage {number} dialogue {at}"
-            weights = (1.0,) * len(dialogue)
-            row = sft_row(
-                SFTExample(where=where, messages=tuple(dialogue), weights=weights),
-                renderer,
-                observed_weight=sft.observed_weight,
-                word_weights=stage.word_weights,
-            )
-            examples.append(row)
+        where = f"{config.name} stage {number} dialogue"
+        written = [
+            SFTExample(where=f"{where} {at}", messages=tuple(said), weights=(1.0,) * len(said))
+            for at, said in enumerate(stage.dialogues)
+        ]
+        how = {"observed_weight": sft.observed_weight, "word_weights": stage.word_weights}
+        examples = [sft_row(each, renderer, **how) for each in written]
         steps = left if number == len(stages) - 1 else round(stage.share * sft.steps)
         left -= steps
-        written = replace(sft, observed_weight=0.0)
-        rows = sft_rows(examples, renderer, written, max_tokens=limit, seed=config.seed + number)
+        own = replace(sft, observed_weight=0.0)
+        rows = sft_rows(examples, renderer, own, max_tokens=limit, seed=config.seed + number)
         streams.append(islice(rows, steps * sft.rows_per_step))
     return chain.from_iterable(streams), tested
 

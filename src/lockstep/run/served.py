@@ -60,11 +60,10 @@ def find_served(
     path, step = split_address(target)
     if is_run(path):
         return _of_run(path, step, settings, tree or {})
-    names = [*(tree or {}), *(setting.partition("=")[0].strip() for setting in settings)]
-    named = [each.partition("=")[2] for each in settings if each.startswith("model=")]
-    base = named[-1] if named else (tree or {}).get("model", "")
-    config = overlaid(_config_of(target, base), tree or {}, settings)
-    if "max_tokens" not in names:
+    written = (setting.partition("=") for setting in settings)
+    given = dict(tree or {}) | {name.strip(): value for name, _, value in written}
+    config = overlaid(_config_of(target, given.get("model", "")), tree or {}, settings)
+    if "max_tokens" not in given:
         kind = FallbackConfig if config.fallback else ModelConfig
         limit = kind.from_directory(locate_model(config.model)).max_positions
         config = replace(config, max_tokens=min(limit, DEFAULT_MAX_TOKENS))

@@ -384,18 +384,15 @@ class TrainingRun:
             self.tested_at = None
         if self.directory is None:
             return
-        is_complete = self.step >= self.config.steps and self.tested_at == self.step
-        if self.step == 0:
-            self.directory.rewind(-2)
-        elif self.row:
-            self.directory.rewind(self.step - 1, last_row=self.step - 2)
-        elif is_complete:  # it ends with the row of its last evaluation
+        is_tested = self.tested_at == self.step and not self.row
+        if is_tested and self.step >= self.config.steps:  # it ends with the row of that evaluation
             self.view.note(
                 f"{self.path} is already finished: all {self.step} steps are made. To train more: "
                 f"lockstep train from={self.path} steps={2 * self.step}."
             )
         else:
-            self.directory.rewind(self.step - 1)
+            last = self.step - 1 if self.step else -2
+            self.directory.rewind(last, last_row=last - bool(self.row))
         self.directory.add_facts({"resumed_at": self.step})
         for row in filter(is_step_row, load_run(self.path).metrics):
             self.health.take(row)
