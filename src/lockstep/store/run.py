@@ -43,6 +43,7 @@ from lockstep.store.files import (
 )
 from lockstep.store.metrics import JsonlLogger, read_rows
 from lockstep.store.trajectories import (
+    Address,
     TrajectoryRecord,
     TrajectorySummary,
     find_text,
@@ -70,8 +71,6 @@ _THREADS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS")
 
 
 Status = Literal["done", "interrupted", "stopped"]
-Address = tuple[Path, int]
-"""Place of one stored trajectory: a part, and the index of its row."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -429,19 +428,17 @@ class Run:
 
     def summaries(
         self, step: int | None = None, *, split: str = TRAIN
-    ) -> Iterator[tuple[TrajectorySummary, Address]]:
-        """The trajectories' summaries, read without their tokens, each with its address for
-        `read_row`."""
+    ) -> Iterator[TrajectorySummary]:
+        """The trajectories' summaries, read without their tokens."""
         for path in self._selected(step, split):
-            for index, summary in enumerate(read_summaries(path)):
-                yield summary, (path, index)
+            yield from read_summaries(path, split=split)
 
     def find(self, trajectory_id: str) -> TrajectoryRecord:
         """The trajectory of that id, latest step first. Raises RunError if none is stored."""
         for _, _, path in reversed(_parts(self.path)):
-            for index, summary in enumerate(read_summaries(path)):
+            for summary in read_summaries(path):
                 if summary.id == trajectory_id:
-                    return read_row(path, index)
+                    return read_row(*summary.address)
         raise RunError(
             f"{self.path} holds no trajectory {trajectory_id!r}. record.keep may have dropped it; "
             "`lockstep report` lists the stored ones."

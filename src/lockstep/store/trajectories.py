@@ -48,6 +48,8 @@ _log = logging.getLogger(__name__)
 TRAINED = ("trainer_logprobs", "advantages", "importance_weights")
 """Columns of a segment that come from the training rows."""
 
+Address = tuple[Path, int]
+"""Place of one stored trajectory: a part, and the index of its row."""
 Values = Mapping[str, Float32Array | None]
 """Trained column -> [T] float32 of one segment."""
 
@@ -159,6 +161,10 @@ class TrajectorySummary:
     num_sampled_tokens: int
     max_abs_logprob_diff: float | None
     """Largest |trainer - rollout| log-prob of its tokens; None where nothing was compared."""
+    split: str
+    """"train", or the name of an evaluation."""
+    address: Address
+    """Its place, for `read_row`."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -304,12 +310,13 @@ def read_part(path: Path) -> Iterator[TrajectoryRecord]:
             raise ValueError(f"{num_left} of its {part.metadata.num_rows} rows are missing")
 
 
-def read_summaries(path: Path) -> list[TrajectorySummary]:
+def read_summaries(path: Path, *, split: str = "train") -> list[TrajectorySummary]:
     """The summary columns of one part, in the order written."""
-    columns = [field.name for field in dataclasses.fields(TrajectorySummary)]
+    fields = (field.name for field in dataclasses.fields(TrajectorySummary))
+    columns = [name for name in fields if name in SCHEMA.names]
     with _open(path) as part:
         rows = part.read(columns=columns, use_threads=False).to_pylist()
-    return [TrajectorySummary(**row) for row in rows]
+    return [TrajectorySummary(**row, split=split, address=(path, n)) for n, row in enumerate(rows)]
 
 
 def find_text(path: Path, text: str) -> tuple[list[int], int]:
