@@ -42,7 +42,7 @@ def open_monitor(run: TrainingRun) -> Monitor | None:
     config, renderer = run.config, run.parts.renderer
     if not config.doctor.rows:
         return None
-    known = run.model_files.facts() | {"is_one_process": run.is_one_process}
+    known = run.parts.model_files.facts() | {"is_one_process": run.is_one_process}
     facts = replace(facts_of(to_dict(config), known), stop_ids=frozenset(renderer.stop_ids))
     # Without the renderer: rendering again costs more than all other checks together. A step is
     # looked at whatever time it takes: two runs of one seed report the same.

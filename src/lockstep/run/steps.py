@@ -249,7 +249,7 @@ def signal_metrics(run: TrainingRun, batch: Batch) -> dict[str, float]:
 
 def health_row(run: TrainingRun, groups: Sequence[Group]) -> dict[str, float]:
     """The figures of the health line. Also records examples in words."""
-    config, model = run.config, run.model_files.model
+    config, model = run.config, run.parts.model_files.model
     found, reasons = health_metrics(
         groups,
         config.agent,

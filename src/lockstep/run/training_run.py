@@ -56,7 +56,6 @@ class TrainingRun:
     """The parts, the task stream and the counters of one run."""
 
     config: Config
-    model_files: ModelFiles
     parts: Parts
     path: Path
     directory: RunDirectory | None
@@ -95,7 +94,6 @@ class TrainingRun:
     """Steps in a row, up to the last one, whose update was skipped."""
     base: SharedBase | None = None
     """The model and engine that it shares with other runs."""
-    view_kind: ViewKind = "live"
     sync_level: Level = "none"
     """How far the last weights handed to the engine were verified."""
     _counts: tuple[int, ...] = field(init=False)
@@ -153,7 +151,7 @@ class TrainingRun:
             self.restore_newest(origin)
         elif origin is not None:
             self.restore_origin(origin)
-        self.view.start(self.header())
+        self.view.start(self.header(options.view))
 
     # -- engine and trainer ---------------------------------------------------------------------
 
@@ -276,7 +274,7 @@ class TrainingRun:
         config, stop_on, rows = self.config, self.config.stop_on, policy_rows(row).values()
         is_skipped = any(of_policy.get("train/skipped_updates", 0) > 0 for of_policy in rows)
         self.num_skipped_steps = self.num_skipped_steps + 1 if is_skipped else 0
-        family = self.model_files.model.family
+        family = self.parts.model_files.model.family
         alarm = mismatch_alarm(row, family, is_one_process=self.is_one_process)
         is_critical = alarm.level == "critical" or row.get("doctor/causes", 0) > 0
         if is_critical and "mismatch" in stop_on:
@@ -462,17 +460,17 @@ class TrainingRun:
 
     # -- what a person reads --------------------------------------------------------------------
 
-    def header(self) -> RunHeader:
+    def header(self, kind: ViewKind) -> RunHeader:
         """The lines and facts that are shown once, at the start."""
         lines: tuple[str, ...] = ()
-        if self.view_kind == "verbose":
+        if kind == "verbose":
             found, numerics = self.parts.engine.capabilities, self.parts.numerics
             how: dict[str, Any] = {"has_support": found.has_support, "numerics": numerics}
             sync = f"sync       {self.publisher.describe()}"
-            lines = (*internals(self.config, self.model_files, **how), sync)
+            lines = (*internals(self.config, self.parts.model_files, **how), sync)
         return RunHeader(
             num_steps=self.config.steps,
-            architecture=self.model_files.model.family,
+            architecture=self.parts.model_files.model.family,
             is_one_process=self.is_one_process,
             lines=lines,
         )
@@ -577,18 +575,7 @@ def open_run(
         parts = build_policies(
             config, model_files, ranks=ranks, base=base, scratch=options.out, on_wait=shown.note
         )
-        run = TrainingRun(
-            config,
-            model_files,
-            parts,
-            options.out,
-            directory,
-            shown,
-            loggers,
-            ranks,
-            base=base,
-            view_kind=options.view,
-        )
+        run = TrainingRun(config, parts, options.out, directory, shown, loggers, ranks, base=base)
         run.begin(options, origin)
         try:
             yield run
