@@ -28,6 +28,7 @@ from lockstep.run.train import check_out, said_first
 from lockstep.run.train import train as train_without_monitor
 from lockstep.run.train import train_side_by_side as train_side_by_side_without_monitor
 from lockstep.run_config import Config
+from lockstep.store.checkpoints import RunAddress
 from lockstep.store.run import Outcome
 from lockstep.store.trajectories import trainer_logprobs
 from lockstep.types import Group, Sample
@@ -104,7 +105,7 @@ def train(
     *,
     out: str | Path | None = None,
     resume: bool = False,
-    start: tuple[Path, int | None] | None = None,
+    start: RunAddress | None = None,
     view: ViewKind = "live",
     **settings: Any,
 ) -> Outcome:

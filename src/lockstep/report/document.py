@@ -264,23 +264,31 @@ _REPEAT_KEYS = frozenset({"seed", "out", "name", "run_name", "resume"})
 def build_document(
     runs: Sequence[Run],
     *,
-    tokenizers: Sequence[Tokenizer | None],
-    recipes: Sequence[Mapping[str, Any] | None],
-    title: str,
+    tokenizers: Sequence[Tokenizer | None] | None = None,
+    recipes: Sequence[Mapping[str, Any] | None] | None = None,
+    title: str = "",
     num_trajectories: int = NUM_TRAJECTORIES,
     num_tokens: int = NUM_TOKENS,
 ) -> dict[str, Any]:
-    """The whole report as JSON. tokenizers: one per run; None shows ids. recipes: see
-    `write_report`."""
+    """The whole report as JSON.
+
+    tokenizers: one per run, for the texts of its token ids; None shows ids. recipes: one per run,
+    the settings of its recipe by dotted key; the settings that differ are marked.
+    """
+    if not runs:
+        raise RunError("a report needs at least one run.")
+    tokenizers = tokenizers or [None] * len(runs)
+    if len(tokenizers) != len(runs):
+        raise RunError(f"{len(runs)} runs, but {len(tokenizers)} tokenizers: give one per run.")
     chosen = select(runs, num_trajectories=num_trajectories, num_tokens=num_tokens)
     used: list[set[int]] = [set() for _ in runs]
     for document in chosen["trajectories"]:
         used[document["run"]].update(*(segment["token_ids"] for segment in document["segments"]))
     return {
         "document_version": DOCUMENT_VERSION,
-        "title": title,
+        "title": title or (runs[0].name if len(runs) == 1 else f"{len(runs)} runs"),
         "generated_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        **build_figures(runs, recipes=recipes),
+        **build_figures(runs, recipes=recipes or [None] * len(runs)),
         **chosen,
         "vocabularies": [
             to_vocabulary(ids, tokenizer) for ids, tokenizer in zip(used, tokenizers, strict=True)
@@ -579,33 +587,15 @@ def write_report(
     runs: Sequence[Run],
     out: str | os.PathLike[str],
     *,
-    tokenizers: Sequence[Tokenizer | None] | None = None,
-    recipes: Sequence[Mapping[str, Any] | None] | None = None,
-    title: str = "",
-    num_trajectories: int = NUM_TRAJECTORIES,
-    num_tokens: int = NUM_TOKENS,
     warn: Callable[[str], object] = warnings.warn,
+    **about: Any,
 ) -> Path:
     """Writes `out` (an .html file) and the same content beside it as .json; returns `out`.
 
-    tokenizers: one per run, for the texts of its token ids; None shows ids. recipes: one per run,
-    the settings of its recipe by dotted key; the settings that differ are marked. warn: gets a
-    sentence for each damaged file of trajectories, which the report then lacks.
+    warn: gets a sentence for each damaged file of trajectories, which the report then lacks.
+    about: see `build_document`.
     """
-    if not runs:
-        raise RunError("a report needs at least one run.")
-    tokenizers = tokenizers or [None] * len(runs)
-    recipes = recipes or [None] * len(runs)
-    if len(tokenizers) != len(runs):
-        raise RunError(f"{len(runs)} runs, but {len(tokenizers)} tokenizers: give one per run.")
-    document = build_document(
-        runs,
-        tokenizers=tokenizers,
-        recipes=recipes,
-        title=title or (runs[0].name if len(runs) == 1 else f"{len(runs)} runs"),
-        num_trajectories=num_trajectories,
-        num_tokens=num_tokens,
-    )
+    document = build_document(runs, **about)
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     page, data = render_page(document), dump(document)

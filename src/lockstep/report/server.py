@@ -195,7 +195,7 @@ class ReportServer(ThreadingHTTPServer):
     def _report(self, run: Run) -> dict[str, Any]:
         live = {"version": _version(run), **_state(run)}
         about = {"tokenizers": [self._tokenizer(run)], "recipes": [self._recipe_of(run)]}
-        return {**build_document([run], **about, title=run.name), "live": live}
+        return {**build_document([run], **about), "live": live}
 
     def _figures(self, run: Run, seen: str) -> dict[str, Any]:
         # Taken before the rows are read: a row that comes meanwhile is asked for again.

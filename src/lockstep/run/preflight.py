@@ -70,7 +70,7 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.hooks import current_hooks
 from lockstep.run.prompts import FirstPrompts
 from lockstep.run_config import CONFLICTS, DEFAULT_DTYPES, Config, ModelChoice
-from lockstep.store.checkpoints import checkpoint_of, trained_by
+from lockstep.store.checkpoints import RunAddress, checkpoint_of, trained_by
 from lockstep.store.files import why_no_directory
 from lockstep.store.run import load_run, step_of
 from lockstep.training.distill_config import DistillConfig
@@ -143,7 +143,7 @@ def preflight(
     *,
     is_training: bool = True,
     files: Sequence[str] = HUB_FILES,
-    start: tuple[Path, int | None] | None = None,
+    start: RunAddress | None = None,
 ) -> ModelFiles:
     """Checks everything that can be known without loading a model. Returns the files it read.
 
@@ -226,7 +226,7 @@ def check_machine(config: ModelChoice) -> None:
         raise ConfigError(f"sync.directory={place}: no weights can be written there: {problem}.")
 
 
-def check_start(config: Config, start: tuple[Path, int | None]) -> None:
+def check_start(config: Config, start: RunAddress) -> None:
     """Raises ConfigError if a run that begins with this checkpoint would train nothing, or if that
     is one of a supervised run."""
     parent = load_run(start[0])

@@ -30,7 +30,7 @@ from lockstep.run.preflight import ModelFiles, internals, sized_engine
 from lockstep.run.prompts import FirstPrompts
 from lockstep.run.served import build_policies
 from lockstep.run_config import Config
-from lockstep.store.checkpoints import POLICY, checkpoint_of
+from lockstep.store.checkpoints import POLICY, RunAddress, checkpoint_of
 from lockstep.store.config import LastConfig, SampleConfig
 from lockstep.store.files import decode_number, encode_number
 from lockstep.store.run import Outcome, RunDirectory, Status, load_run
@@ -223,19 +223,13 @@ class TrainingRun:
             self.directory.write_trajectories(step, groups, **options)
 
     def watch(
-        self,
-        step: int,
-        rows: Sequence[Sample],
-        sampled_rows: Sequence[Sample],
-        groups: Sequence[Group],
-        *,
-        version: int,
+        self, step: int, rows: Sequence[Sample], *played: Any, version: int
     ) -> dict[str, float]:
         """`doctor/...` of a step's rows after the update: one process checks them for all.
-        sampled_rows: the same before a hook changed them."""
+        played: the same rows before a hook changed them, and their groups."""
         found: dict[str, float] = {}
         if self.monitor is not None and rows:
-            found = self.monitor(step, rows, sampled_rows, groups, version=version)
+            found = self.monitor(step, rows, *played, version=version)
         return found if self.ranks is None else self.ranks.from_leader(found)
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -511,7 +505,7 @@ class RunOptions:
 
     out: Path
     resume: bool = False
-    start: tuple[Path, int | None] | None = None
+    start: RunAddress | None = None
     view: ViewKind = "live"
     monitor: OpenMonitor | None = None
 
