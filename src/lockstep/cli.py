@@ -520,7 +520,9 @@ def _completion(options: argparse.Namespace) -> None:
              lockstep completion fish | source    in ~/.config/fish/config.fish
     """
     if not options.words:
-        print(_script(options.shell))
+        # The script runs `lockstep completion SHELL WORD...`; the user is typing the last word.
+        script = Path(__file__).with_name(f"completion.{options.shell}")
+        print(script.read_text("utf-8").rstrip("\n"))
         return
     flags = {
         verb: ["--help", *(name for name in _arguments(verb) if name.startswith("-"))]
@@ -861,12 +863,6 @@ def _no_flag(options: argparse.Namespace, flag: str, words: Sequence[str]) -> st
 
 
 # -- completion of words ---------------------------------------------------------------------------
-
-
-def _script(shell: str) -> str:
-    """The script for bash, zsh or fish. It runs `lockstep completion SHELL WORD...`; the user is
-    typing the last word."""
-    return Path(__file__).with_name(f"completion.{shell}").read_text("utf-8").rstrip("\n")
 
 
 def candidates(words: Sequence[str], flags: Mapping[str, Sequence[str]]) -> list[str]:
