@@ -27,7 +27,7 @@ from lockstep.run.preflight import (
     stored_renderer,
 )
 from lockstep.run_config import Config, ServeConfig
-from lockstep.store.checkpoints import split_address, trained_by
+from lockstep.store.checkpoints import POLICY, split_address, trained_by
 from lockstep.store.run import is_run, load_run, step_of
 
 if TYPE_CHECKING:
@@ -213,18 +213,14 @@ def build_policies(
     if own_seats and base is None:
         base = SharedBase(load_model(replace(config, lora=None), model_files))
 
-    def built(config: Config, at: Path | None) -> Parts:
-        weights = None if at is None else at / "policy"
-        return build(config, model_files, weights=weights, base=base, scratch=scratch, **options)
+    def built(seat: str = "") -> Parts:
+        own = replace(config, name=f"{config.name}.{seat}") if seat else config
+        place = Path(SEATS, seat, POLICY) if seat else Path(POLICY)
+        weights = None if checkpoint is None else checkpoint / place
+        return build(own, model_files, weights=weights, base=base, scratch=scratch, **options)
 
-    parts = built(config, checkpoint)
-    parts.own = {
-        seat: built(
-            replace(config, name=f"{config.name}.{seat}"),
-            None if checkpoint is None else checkpoint / SEATS / seat,
-        )
-        for seat in own_seats
-    }
+    parts = built()
+    parts.own = {seat: built(seat) for seat in own_seats}
     if base is not None and is_made:
         parts.shared_engine = base.engine
     on_wait = options.get("on_wait", lambda text: None)
