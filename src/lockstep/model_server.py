@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from lockstep.agent.gateway.server import GatewayServer
     from lockstep.agent.gateway.session import GatewaySession
     from lockstep.engines.base import Engine, EngineContext
-    from lockstep.models.decoder import Decoder
     from lockstep.tinker.embedded import Base, OutsideEngine
 
 T = TypeVar("T")
@@ -486,9 +485,8 @@ async def open_base(
             on_wait=note,
             gpus=gpus_here(config.engine, 0, 1, decoder.embedding.device),
         )
-        engine, outside, numerics, line = await _open_outside(
-            config, context, decoder, model_files, numerics, place=place
-        )
+        opened = await _open_outside(config, context, model_files, numerics)
+        engine, outside, numerics, line = opened
         note(f"{name}: {line}")
     facts = {"is_one_process": outside is None, "processes": 1, **numerics.facts()}
     return Base(
@@ -504,13 +502,7 @@ async def open_base(
 
 
 async def _open_outside(
-    config: ServeConfig,
-    context: EngineContext,
-    decoder: Decoder,
-    model_files: ModelFiles,
-    numerics: Numerics,
-    *,
-    place: Path,
+    config: ServeConfig, context: EngineContext, model_files: ModelFiles, numerics: Numerics
 ) -> tuple[Engine, OutsideEngine, Numerics, str]:
     """An engine with weights of its own, tested with an adapter; the numerics of both sides; and a
     line for a person."""
@@ -520,7 +512,8 @@ async def _open_outside(
     engine = await asyncio.to_thread(open_engine, config.engine, context)
     name = engine.capabilities.name
     try:
-        vocab_size, max_tokens = model_files.model.vocab_size, config.max_tokens
+        assert context.scratch is not None, "weights need a place on their way"
+        vocab_size, max_tokens = context.vocab_size, context.max_tokens
         check_capabilities(engine, vocab_size=vocab_size, max_tokens=max_tokens)
         if not engine.capabilities.has_adapters:
             raise CapabilityError(
@@ -528,9 +521,9 @@ async def _open_outside(
                 "its server with --enable-lora."
             )
         if numerics.is_kept:
-            numerics = with_engine(config.contract, engine, numerics, decoder)
-        outside = OutsideEngine(engine, decoder, model_files, max_tokens=max_tokens)
-        how = await outside.qualify(place / "sent")
+            numerics = with_engine(config.contract, engine, numerics, context.model)
+        outside = OutsideEngine(engine, context.model, model_files, max_tokens=max_tokens)
+        how = await outside.qualify(context.scratch / "sent")
     except BaseException:
         await engine.close()
         raise

@@ -317,14 +317,8 @@ class TrainingRun:
             "tasks": self.buffer.state_before(self.step),
         }
         metric = self.test_reward if self.tested_at == self.step else None
-        self.checkpoints.save(
-            self.step,
-            self.parts.trainer,
-            state,
-            metric=metric,
-            critic=self.parts.critic,
-            seats=self.own_trainers,
-        )
+        others: dict[str, Any] = {"critic": self.parts.critic, "seats": self.own_trainers}
+        self.checkpoints.save(self.step, self.parts.trainer, state, metric=metric, **others)
         self.saved_at = self.step
         if self.row:  # for readers: a resume sets it aside and completes it
             self.log(self.row)
