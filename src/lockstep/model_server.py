@@ -476,14 +476,12 @@ async def open_base(
         )
         engine, make_engine = make(decoder), partial(make, is_shared=False)
     else:
+        run, gpus = (
+            f"{config.name}-{name}",
+            gpus_here(config.engine, 0, 1, decoder.embedding.device),
+        )
         context = engine_context(
-            own,
-            model_files,
-            decoder,
-            run=f"{config.name}-{name}",
-            scratch=place,
-            on_wait=note,
-            gpus=gpus_here(config.engine, 0, 1, decoder.embedding.device),
+            own, model_files, decoder, run=run, scratch=place, on_wait=note, gpus=gpus
         )
         opened = await _open_outside(config, context, model_files, numerics)
         engine, outside, numerics, line = opened

@@ -160,14 +160,9 @@ def find_seats(config: Config) -> dict[str, Served]:
             )
         with located(where, ConfigError):
             served = find_served(seat.model, (), tree={"max_tokens": config.max_tokens})
-            choice = replace(
-                served.config,
-                name=name,
-                engine=seat.engine,
-                contract=config.contract,
-                dtype=config.compute_dtype,
-                **{key: getattr(config, key) for key in ("device", "threads", "seed")},
-            )
+            alike = {key: getattr(config, key) for key in ("contract", "device", "threads", "seed")}
+            alike["dtype"] = config.compute_dtype
+            choice = replace(served.config, name=name, engine=seat.engine, **alike)
             read_model_files(choice, files=CONFIG_FILES)
         found[name] = replace(served, config=choice)
     return found
