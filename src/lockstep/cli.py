@@ -12,7 +12,7 @@ import signal
 import sys
 import textwrap
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby, islice
 from pathlib import Path
@@ -34,7 +34,7 @@ from lockstep.config import (
     resolve,
     to_dict,
 )
-from lockstep.display import show_once, warn
+from lockstep.display import number, show_once, warn
 from lockstep.errors import (
     ConfigError,
     DiskFullError,
@@ -59,8 +59,6 @@ OK, FAILED, BAD_INPUT, STOPPED, INTERRUPTED, READER_LEFT = 0, 1, 2, 3, 130, 141
 
 END_SECONDS = 10.0
 """Seconds until the process ends, once its command has, whatever threads are left."""
-
-_REWARDS = ("reward_first", "reward_last_10")
 
 
 def command() -> NoReturn:
@@ -261,24 +259,16 @@ def _finish(outcome: Any, options: argparse.Namespace) -> int:
 
 def _closing(outcome: Any, options: argparse.Namespace) -> list[str]:
     """The figures that a run has reached, and the commands that go on from it."""
-    from lockstep.observe.live import format_number
     from lockstep.observe.metrics import held_out_label
     from lockstep.store.run import load_run
 
-    path, found = shlex.quote(str(outcome.path)), outcome.summary
-    tested: dict[str, list[float]] = defaultdict(list)
-    for row in load_run(outcome.path).metrics:
-        for name, value in row.items():
-            if label := held_out_label(name):
-                tested[label].append(value)
-    lines = [
-        f"{label:<32} {format_number(values[0])} -> {format_number(values[-1])}"
-        for label, values in {
-            "reward, first step and last 10": [found[name] for name in _REWARDS if name in found],
-            **{f"held out, {label}": values for label, values in tested.items()},
-        }.items()
-        if len(values) > 1
-    ]
+    path, found, run = shlex.quote(str(outcome.path)), outcome.summary, load_run(outcome.path)
+    rewards = [found[name] for name in ("reward_first", "reward_last_10") if name in found]
+    curves = {"reward, first step and last 10": rewards}
+    for name in dict.fromkeys(name for row in run.metrics for name in row):
+        if label := held_out_label(name):
+            curves[f"held out, {label}"] = run.values(name)
+    lines = [f"{k:<32} {number(v[0])} -> {number(v[-1])}" for k, v in curves.items() if len(v) > 1]
     same = [w for name in options.plugin for w in ("--plugin", name)]
     same += [w for fault in getattr(options, "fault", ()) for w in ("--fault", fault)]
     commands = {f"{options.verb} {path} {shlex.join(['resume=true', *same])}": "goes on from here"}
@@ -530,7 +520,9 @@ def _completion(options: argparse.Namespace) -> None:
              lockstep completion fish | source    in ~/.config/fish/config.fish
     """
     if not options.words:
-        print(_script(options.shell))
+        # The script runs `lockstep completion SHELL WORD...`; the user is typing the last word.
+        script = Path(__file__).with_name(f"completion.{options.shell}")
+        print(script.read_text("utf-8").rstrip("\n"))
         return
     flags = {
         verb: ["--help", *(name for name in _arguments(verb) if name.startswith("-"))]
@@ -871,12 +863,6 @@ def _no_flag(options: argparse.Namespace, flag: str, words: Sequence[str]) -> st
 
 
 # -- completion of words ---------------------------------------------------------------------------
-
-
-def _script(shell: str) -> str:
-    """The script for bash, zsh or fish. It runs `lockstep completion SHELL WORD...`; the user is
-    typing the last word."""
-    return Path(__file__).with_name(f"completion.{shell}").read_text("utf-8").rstrip("\n")
 
 
 def candidates(words: Sequence[str], flags: Mapping[str, Sequence[str]]) -> list[str]:

@@ -27,7 +27,7 @@ import textwrap
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, time
 from functools import cache
 from itertools import pairwise
@@ -254,8 +254,6 @@ FILE_FORMS = (".json", ".yaml", ".yml", ".toml")
 MAX_FILE_BYTES = 1 << 18
 MAX_VALUES, MAX_LEVELS = 100_000, 64
 """Limits of a file of settings. An alias in YAML counts as often as it is used."""
-Key = tuple[tuple[str | int, ...], int]
-"""(path of a key, its line)."""
 _LONG_PATH = re.compile(rf"""(?m)(?:^|[\[{{,])\s*+(?:[\w"'-]++\s*+\.\s*+){{{MAX_LEVELS}}}""")
 
 
@@ -271,7 +269,7 @@ def read_tree(path: Path) -> dict[str, Any]:
         if path.suffix == ".json":
             tree = json.loads(text)
             # JSON without tabs is YAML, and YAML's reader reports lines.
-            _check_keys(_yaml_keys(cast(Any, yaml).compose(text.replace("\t", " "))))
+            _check_keys(cast(Any, yaml).compose(text.replace("\t", " ")))
         elif path.suffix == ".toml":  # its own reader refuses a key that is given twice
             if _LONG_PATH.search(text):  # which takes it quadratic time and memory
                 raise RecursionError
@@ -307,13 +305,14 @@ cast(Any, _YamlLoader).add_implicit_resolver(
 def _read_yaml(text: str) -> Any:
     loader: Any = _YamlLoader(text)
     node = loader.get_single_node()
-    _check_keys(_yaml_keys(node))  # before anything is made of aliases
+    _check_keys(node)  # before anything is made of aliases
     return {} if node is None else loader.construct_document(node)
 
 
-def _yaml_keys(node: yaml.Node | None) -> Iterator[Key]:
-    waiting: list[tuple[yaml.Node, tuple[str | int, ...]]] = [] if node is None else [(node, ())]
-    num_values = 0
+def _check_keys(root: yaml.Node | None) -> None:
+    """Raises ConfigError for a key that is given twice, and for more than a file may hold."""
+    waiting: list[tuple[yaml.Node, tuple[str | int, ...]]] = [] if root is None else [(root, ())]
+    num_values, lines = 0, dict[tuple[str | int, ...], int]()
     while waiting:
         each, path = waiting.pop()
         num_values += 1 if isinstance(each, yaml.ScalarNode) else len(each.value)
@@ -326,19 +325,14 @@ def _yaml_keys(node: yaml.Node | None) -> Iterator[Key]:
             waiting += [(value, (*path, at)) for at, value in enumerate(each.value)]
         elif isinstance(each, yaml.MappingNode):
             for key, value in each.value:
-                below = (*path, *str(key.value).split("."))
-                yield below, key.start_mark.line + 1
+                below, line = (*path, *str(key.value).split(".")), key.start_mark.line + 1
+                if below in lines:
+                    first, second = sorted((lines[below], line))
+                    name = ".".join(map(str, below))
+                    text = f"{name} is given twice, first on line {first}."
+                    raise ConfigError(f"line {second}: {text}")
+                lines[below] = line
                 waiting.append((value, below))
-
-
-def _check_keys(keys: Iterable[Key]) -> None:
-    lines: dict[tuple[str | int, ...], int] = {}
-    for path, line in keys:
-        if path in lines:
-            first, second = sorted((lines[path], line))
-            name = ".".join(map(str, path))
-            raise ConfigError(f"line {second}: {name} is given twice, first on line {first}.")
-        lines[path] = line
 
 
 def read_json(path: Path, error: type[LockstepError]) -> dict[str, Any]:
@@ -467,20 +461,18 @@ def conflicts_in(config: Any, conflicts: Mapping[str, str], *, at: str = "") -> 
 def _holds(config: Any, condition: str) -> bool:
     name, sign, value = _parts(condition)
     found = _at(config, name)
+    if found is None:
+        return (sign, value) == ("=", "none")
     match sign:
-        case "=":
-            return _written(found) == value
-        case "!=":
-            return found is not None and _written(found) != value
+        case "=" | "!=":
+            return (_written(found) == value) is (sign == "=")
         case ">" | ">=":
             limit = float(value) if value.isdecimal() else _at(config, value)
-            if found is None or limit is None:
-                return False
-            return bool(found > limit or (sign == ">=" and found == limit))
+            return limit is not None and bool(found > limit or (sign == ">=" and found == limit))
         case ".*":
-            return found is not None and found != _class(found)()
+            return bool(found != _class(found)())
         case _:
-            return found is not None
+            return True
 
 
 def _stated(config: Any, condition: str, at: str) -> str:
@@ -732,7 +724,7 @@ def _section(annotation: Any, value: Any, path: str) -> tuple[type, Mapping[str,
     if not isinstance(value, Mapping):
         raise _has_settings(cls, path)
     tree = cast(Mapping[str, Any], value)
-    name, presets = tree.get("type"), _presets(annotation)
+    name, presets = tree.get("type"), {} if kinds else getattr(cls, "PRESETS", {})
     if kinds and name is None:
         if len(kinds) > 1:
             raise ConfigError(
@@ -798,12 +790,6 @@ def _show(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return "none" if value is None else str(value)
-
-
-def _presets(annotation: Any) -> Mapping[str, Callable[[], Any]]:
-    """Name -> maker of the values that have a name; a choice between kinds has none."""
-    found = [member for member in _union(annotation) if hasattr(member, "PRESETS")]
-    return {} if choices(annotation) or not found else found[0].PRESETS
 
 
 def _field_names(cls: type) -> list[str]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from html import escape
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +71,17 @@ def unknown_name(name: str, known: Iterable[str], *, where: str = "there is") ->
 def number(value: Any) -> str:
     """A figure as it is read, any other value as it is.
 
-    >>> [number(v) for v in (0.41562, 12, 51234.0, float("nan"), "done")]
-    ['0.416', '12', '51,234', '-', 'done']
+    >>> [number(v) for v in (0.41562, 12, 51234.0, 3.12e-9, float("nan"), "done")]
+    ['0.416', '12', '51,234', '3.1e-09', '-', 'done']
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         return str(value)
-    if not math.isfinite(value):
-        return "-" if math.isnan(value) else str(value)
-    if isinstance(value, int) or abs(value) >= 1000:
+    size = abs(float(value))
+    if math.isnan(size):
+        return "-"
+    if isinstance(value, int) or size >= 1000:
         return f"{value:,.0f}"
-    return f"{value:.3g}"
+    return f"{value:.3g}" if size >= 1e-3 else f"{value:.2g}"
 
 
 def table(rows: Iterable[Sequence[Any]], *, head: Sequence[str] = ()) -> str:
@@ -121,7 +123,10 @@ class Chart:
 
     def _repr_html_(self) -> str:
         """SVG as a part of the page, whose colours it takes."""
-        drawn = {name: _points(*series) for name, series in self.series.items()}
+        drawn = {
+            name: [(x, y) for x, y in zip(*series, strict=True) if math.isfinite(y)]
+            for name, series in self.series.items()
+        }
         points = [point for curve in drawn.values() for point in curve]
         steps, values = [x for x, _ in points] or [0.0], [y for _, y in points] or [0.0]
         first, last = min(steps), max(*steps, self.num_steps or 0, min(steps) + 1)
@@ -169,10 +174,6 @@ def chart_of(
         found = [(row["step"], row[name]) for row in rows if name in row]
         series[name] = [step for step, _ in found], [value for _, value in found]
     return Chart(series, num_steps=num_steps)
-
-
-def _points(steps: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
-    return [(x, y) for x, y in zip(steps, values, strict=True) if math.isfinite(y)]
 
 
 def _axes(ticks: Sequence[float], steps: tuple[float, float], at: Any) -> str:

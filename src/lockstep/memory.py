@@ -188,28 +188,28 @@ class PlanFacts:
         return _unfrozen(trainable, self.trainer.freeze, "trainer.freeze", others=shapes)
 
 
-def predict_memory(
-    config: ModelChoice,
-    model: ModelConfig,
-    lora: LoraShape | None,
-    *,
-    device: Device,
-    is_invariant: bool,
-) -> MemoryPlan:
-    """The predicted peak of a run. lora: the shape of `config.lora` on this model. is_invariant:
-    whether the contract holds, whose packed weights take memory."""
-    world = config.num_processes
-    facts = PlanFacts(
+def state_facts(config: ModelChoice, model: ModelConfig, lora: LoraShape | None) -> PlanFacts:
+    """The inputs for what stays in memory in every kind of run. lora: the shape of `config.lora` on
+    this model."""
+    return PlanFacts(
         model=model,
         dtype=config.compute_dtype,
-        device=device,
+        device=config.expected_device,
         trainer=config.trainer,
         lora=lora,
         num_adapters=1 + len(config.own_seats) if isinstance(config, Config) else 1,
-        num_ranks=world,
+        num_ranks=config.num_processes,
         sequence=config.parallel.sequence,
-        is_sharded=config.parallel.shard and world > 1,
+        is_sharded=config.parallel.shard and config.num_processes > 1,
     )
+
+
+def predict_memory(
+    config: ModelChoice, model: ModelConfig, lora: LoraShape | None, *, is_invariant: bool
+) -> MemoryPlan:
+    """The predicted peak of a run. lora: as for `state_facts`. is_invariant: whether the contract
+    holds, whose packed weights take memory."""
+    facts = state_facts(config, model, lora)
     if isinstance(config, SupervisedConfig):
         facts = replace(facts, max_update_tokens=config.sft.rows_per_step * config.max_tokens)
     if isinstance(config, Config):
@@ -220,13 +220,13 @@ def predict_memory(
         total = config.groups_per_step * config.group_size * config.max_tokens
         engine = config.engine if isinstance(config.engine, EmbeddedConfig) else None
         if engine is not None:  # an engine without sizes is planned as small as it can be
-            engine = engine.sized(None if device == "cpu" else 0, longest=config.max_tokens)
-        is_asleep = engine is None and device == "cuda" and config.engine.share_device
+            engine = engine.sized(None if facts.device == "cpu" else 0, longest=config.max_tokens)
+        is_asleep = engine is None and facts.device == "cuda" and config.engine.share_device
         teachers = [] if config.distill is None else config.distill.teachers.values()
         facts = replace(
             facts,
             engine=engine,
-            num_sleeping=math.ceil(config.engine.num_workers / world) if is_asleep else 0,
+            num_sleeping=math.ceil(config.engine.num_workers / facts.num_ranks) if is_asleep else 0,
             has_reference=config.objective.reads_reference_logprobs,
             teachers=tuple(
                 ModelConfig.from_directory(locate_model(teacher.model))
@@ -449,11 +449,11 @@ def _mlp_width(c: ModelConfig) -> int:
 # -- available memory ------------------------------------------------------------------------------
 
 
-def memory_limit(config: ModelChoice, device: Device) -> tuple[int, str] | None:
+def memory_limit(config: ModelChoice) -> tuple[int, str] | None:
     """(bytes that the device has for this run, their source); None if they are not known."""
     if config.memory_limit_gib:
         return int(config.memory_limit_gib * GIB), f"memory_limit_gib={config.memory_limit_gib:g}"
-    return host_memory(config) if device == "cpu" else free_gpu_memory()
+    return host_memory(config) if config.expected_device == "cpu" else free_gpu_memory()
 
 
 def host_memory(config: ModelChoice) -> tuple[int, str] | None:

@@ -510,10 +510,10 @@ async def _open_outside(
     from lockstep.tinker.embedded import OutsideEngine
 
     engine = await asyncio.to_thread(open_engine, config.engine, context)
-    name, decoder, place = engine.capabilities.name, context.model, context.scratch
-    assert place is not None, "open_base gives one"
+    name = engine.capabilities.name
     try:
-        vocab_size, max_tokens = model_files.model.vocab_size, config.max_tokens
+        assert context.scratch is not None, "weights need a place on their way"
+        vocab_size, max_tokens = context.vocab_size, context.max_tokens
         check_capabilities(engine, vocab_size=vocab_size, max_tokens=max_tokens)
         if not engine.capabilities.has_adapters:
             raise CapabilityError(
@@ -521,9 +521,9 @@ async def _open_outside(
                 "its server with --enable-lora."
             )
         if numerics.is_kept:
-            numerics = with_engine(config.contract, engine, numerics, decoder)
-        outside = OutsideEngine(engine, decoder, model_files, max_tokens=max_tokens)
-        how = await outside.qualify(place / "sent")
+            numerics = with_engine(config.contract, engine, numerics, context.model)
+        outside = OutsideEngine(engine, context.model, model_files, max_tokens=max_tokens)
+        how = await outside.qualify(context.scratch / "sent")
     except BaseException:
         await engine.close()
         raise

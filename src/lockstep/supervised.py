@@ -20,7 +20,6 @@ from typing import Any, cast
 
 from lockstep.config import flatten, overlaid, to_dict
 from lockstep.errors import ConfigError
-from lockstep.launch.gpu import Device
 from lockstep.models.config import ModelConfig
 from lockstep.observe.alarms import Health
 from lockstep.observe.live import RunHeader, View, ViewKind, open_view
@@ -78,7 +77,8 @@ def train_supervised(
     with tempfile.TemporaryDirectory() as scratch:
         config = replace(config, dtype=config.compute_dtype)  # a run says which it was
         begun = _created(config, Path(scratch) / "created") if config.create else config
-        model_files, (rows, held_out) = check_supervised(begun, device=resolve_device(config))
+        resolve_device(config)
+        model_files, (rows, held_out) = check_supervised(begun)
         from lockstep.run.training_run import finish_run  # imports torch
 
         facts, shown = model_files.facts(), open_view(is_json=view == "json")
@@ -121,11 +121,9 @@ def _created(config: SupervisedConfig, place: Path) -> SupervisedConfig:
     return replace(config, model=str(place), create="")
 
 
-def check_supervised(
-    config: SupervisedConfig, *, device: Device | None = None
-) -> tuple[ModelFiles, Rows]:
+def check_supervised(config: SupervisedConfig) -> tuple[ModelFiles, Rows]:
     """Checks dialogues, the model's files and the format before a model is loaded. Returns the
-    files and the rows. device: None is the expected one.
+    files and the rows.
 
     Raises DataError `file:line`, ConfigError, CheckpointError or RendererError.
     """
@@ -133,7 +131,7 @@ def check_supervised(
     model_files = read_model_files(config)
     config.trainer.check_routers(model_files.model, has_adapter=config.lora is not None)
     check_parallel(config, model_files.model)
-    check_memory(config, model_files, device or config.expected_device)
+    check_memory(config, model_files)
     rows, held_out = _rows(config, model_files)
     first = list(islice(rows, config.sft.rows_per_step))  # a bad dialogue raises here
     return model_files, (chain(first, rows), held_out)
@@ -276,21 +274,17 @@ def _rows(config: SupervisedConfig, model_files: ModelFiles) -> Rows:
     for number, stage in enumerate(stages):
         # Each dialogue is written once, with one spelling: writing it anew in each pass costs more
         # than it teaches, since the next dialogue spells the same words differently anyway.
-        examples = []
-        for at, dialogue in enumerate(stage.dialogues):
-            where = f"{config.name} stage {number} dialogue {at}"
-            weights = (1.0,) * len(dialogue)
-            row = sft_row(
-                SFTExample(where=where, messages=tuple(dialogue), weights=weights),
-                renderer,
-                observed_weight=sft.observed_weight,
-                word_weights=stage.word_weights,
-            )
-            examples.append(row)
+        where = f"{config.name} stage {number} dialogue"
+        written = [
+            SFTExample(where=f"{where} {at}", messages=tuple(said), weights=(1.0,) * len(said))
+            for at, said in enumerate(stage.dialogues)
+        ]
+        how = {"observed_weight": sft.observed_weight, "word_weights": stage.word_weights}
+        examples = [sft_row(each, renderer, **how) for each in written]
         steps = left if number == len(stages) - 1 else round(stage.share * sft.steps)
         left -= steps
-        written = replace(sft, observed_weight=0.0)
-        rows = sft_rows(examples, renderer, written, max_tokens=limit, seed=config.seed + number)
+        own = replace(sft, observed_weight=0.0)
+        rows = sft_rows(examples, renderer, own, max_tokens=limit, seed=config.seed + number)
         streams.append(islice(rows, steps * sft.rows_per_step))
     return chain.from_iterable(streams), tested
 

@@ -871,16 +871,8 @@ class Trajectory:
         reason: str = "",
     ) -> int:
         """Adds ids that the model did not choose (prompt, tool reply). Returns the index."""
-        return self._add(
-            Segment(
-                parent=parent,
-                token_ids=frozen_ids(token_ids, where=self._next(parent)),
-                is_sampled=False,
-                turn=self._turn_after(parent),
-                messages=tuple(messages),
-                reason=reason,
-            )
-        )
+        ids = frozen_ids(token_ids, where=self._next(parent))
+        return self._add(parent, ids, messages, is_sampled=False, reason=reason)
 
     def record(
         self,
@@ -923,18 +915,9 @@ class Trajectory:
             np.minimum(values, 0.0, out=values)
         values.setflags(write=False)
         stored = SampledFacts(policy_version=0, finish_reason="stop") | facts
+        routes = {"routed_experts": own_routes, "boundary_routes": boundary_routes}
         return self._add(
-            Segment(
-                parent=parent,
-                token_ids=ids,
-                is_sampled=True,
-                turn=self._turn_after(parent),
-                logprobs=values,
-                messages=tuple(messages),
-                routed_experts=own_routes,
-                boundary_routes=boundary_routes,
-                **stored,
-            )
+            parent, ids, messages, is_sampled=True, logprobs=values, **routes, **stored
         )
 
     def set_segment_reward(self, index: int, reward: float) -> None:
@@ -1150,11 +1133,15 @@ class Trajectory:
             self.segments[index] = segment
         return routes[at - routes_from :], boundary
 
-    def _add(self, segment: Segment) -> int:
-        where = self._next(segment.parent)
-        if segment.is_sampled and segment.parent is None:
+    def _add(
+        self, parent: int | None, ids: Int32Array, messages: Sequence[Message], **fields: Any
+    ) -> int:
+        """Adds a segment with these other fields. Returns its index."""
+        where, turn, said = self._next(parent), self._turn_after(parent), tuple(messages)
+        segment = Segment(parent=parent, token_ids=ids, turn=turn, messages=said, **fields)
+        if segment.is_sampled and parent is None:
             raise TokenError(f"{where}: a sampled segment needs a prompt before it.")
-        if not len(segment):
+        if not len(ids):
             raise TokenError(f"{where}: it has no ids.")
         self.segments.append(segment)
         return len(self.segments) - 1

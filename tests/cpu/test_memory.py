@@ -93,7 +93,7 @@ def plan_run(config, model, *, is_kept=False):
     """The plan of a run of a model that has no files."""
     numerics = Numerics(fingerprint=None, is_kept=is_kept, line="")
     model_files = ModelFiles(Path(), model, renderer_config=None, renderer=None)
-    return memory_plan(config, model_files, device="cpu", numerics=numerics)
+    return memory_plan(replace(config, device="cpu"), model_files, numerics=numerics)
 
 
 def part(found, name):
@@ -273,14 +273,14 @@ def test_an_engine_is_sized_for_what_the_plan_leaves_of_a_gpu():
 
     def sized(*settings):
         config = quickstart_with("device=cuda", "max_tokens=500", *settings)
-        return config, sized_engine(config, files, "cuda")
+        return config, sized_engine(config, files)
 
     config, roomy = sized("memory_limit_gib=8")
     assert roomy.kv_cache_tokens == 256 * 500 // 128 * 128  # agent.max_in_flight bounds it
     assert roomy.max_num_sequences == 256
     tight, small = sized("memory_limit_gib=1.1")
     settled = replace(tight, engine=small)
-    found = memory_plan(settled, files, device="cuda")
+    found = memory_plan(settled, files)
     free = 1.1 * GIB * GPU_SHARE - found.num_bytes
     assert 512 < small.kv_cache_tokens < roomy.kv_cache_tokens
     # At most a page is left over, besides the page that nobody reads.
@@ -306,10 +306,10 @@ def test_vllm_on_the_trainers_gpu_gets_the_share_that_the_plan_leaves(monkeypatc
     def sized(*settings):
         own = ["device=cuda", "engine=vllm", "memory_limit_gib=8", *settings]
         config = quickstart_with(*own)
-        return config, sized_engine(config, files, "cuda").memory_share
+        return config, sized_engine(config, files).memory_share
 
     config, share = sized("engine.share_device=true")
-    found = memory_plan(config, files, device="cuda")
+    found = memory_plan(config, files)
     assert part(found, "engines that sleep") == PROCESS_BYTES["cuda"]
     updating = ("gradients", "activations", "log-prob head", "one block at work")
     resting = found.num_bytes - sum(part(found, name) for name in updating)
@@ -352,7 +352,7 @@ def test_a_card_too_small_is_refused_with_the_settings_that_help(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB // 4, GIB // 4))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
     with pytest.raises(ConfigError, match=r"0.25 GiB.*GPU"):
-        check_memory(config, read_model_files(config), "cuda")
+        check_memory(config, read_model_files(config))
 
 
 def test_ranks_divide_state_and_tokens_and_the_engine_has_a_copy():
@@ -430,21 +430,21 @@ def test_defaults_fit_or_the_refusal_names_the_memory_that_would_do(size, gib, d
     config = resolve(find_recipe("custom"), settings)
     given = ["memory_limit_gib", "device", "max_tokens"]
     fitted = fit_memory(config, given, model, Path(), may_adapt=True)
-    found = peak(fitted, model, device)
+    found = peak(fitted, model)
     if found <= gib * GIB:
         assert found <= FIT_SHARE * gib * GIB, "other programs need some too"
         return
-    sentence = ways_to_fit(fitted, model, Path(), device, gib * GIB)
+    sentence = ways_to_fit(fitted, model, Path(), gib * GIB)
     needed = float(sentence.partition("still needs ")[2].partition(" GiB")[0])
     roomy = replace(config, memory_limit_gib=needed / FIT_SHARE + 0.2)
-    assert peak(fit_memory(roomy, given, model, Path(), may_adapt=True), model, device) <= (
+    assert peak(fit_memory(roomy, given, model, Path(), may_adapt=True), model) <= (
         roomy.memory_limit_gib * GIB
     )
 
 
-def peak(config, model, device):
+def peak(config, model):
     lora = config.lora and lora_shape(config.lora, model)
-    found = predict_memory(config, model, lora, device=device, is_invariant=True)
+    found = predict_memory(config, model, lora, is_invariant=True)
     return found.num_bytes
 
 
@@ -455,12 +455,12 @@ def test_a_setting_of_the_user_stays_and_the_refusal_names_its_largest_value():
     model = PUBLISHED["135M"]
     fitted = fit_memory(config, given, model, Path(), may_adapt=False)
     assert fitted.trainer == config.trainer and fitted.engine != config.engine
-    sentence = ways_to_fit(fitted, model, Path(), "cpu", 12 * GIB)
+    sentence = ways_to_fit(fitted, model, Path(), 12 * GIB)
     number = int(sentence.partition("trainer.max_tokens_per_microbatch=")[2].split()[0].rstrip("."))
 
     def fits(tokens):
         trainer = replace(fitted.trainer, max_tokens_per_microbatch=tokens)
-        return peak(replace(fitted, trainer=trainer), model, "cpu") <= 12 * GIB
+        return peak(replace(fitted, trainer=trainer), model) <= 12 * GIB
 
     assert fits(number) and not fits(number + 1)
 

@@ -28,6 +28,7 @@ from lockstep.run.train import check_out, said_first
 from lockstep.run.train import train as train_without_monitor
 from lockstep.run.train import train_side_by_side as train_side_by_side_without_monitor
 from lockstep.run_config import Config
+from lockstep.store.checkpoints import RunAddress
 from lockstep.store.run import Outcome
 from lockstep.store.trajectories import trainer_logprobs
 from lockstep.types import Group, Sample
@@ -42,7 +43,7 @@ def open_monitor(run: TrainingRun) -> Monitor | None:
     config, renderer = run.config, run.parts.renderer
     if not config.doctor.rows:
         return None
-    known = run.model_files.facts() | {"is_one_process": run.is_one_process}
+    known = run.parts.model_files.facts() | {"is_one_process": run.is_one_process}
     facts = replace(facts_of(to_dict(config), known), stop_ids=frozenset(renderer.stop_ids))
     # Without the renderer: rendering again costs more than all other checks together. A step is
     # looked at whatever time it takes: two runs of one seed report the same.
@@ -104,7 +105,7 @@ def train(
     *,
     out: str | Path | None = None,
     resume: bool = False,
-    start: tuple[Path, int | None] | None = None,
+    start: RunAddress | None = None,
     view: ViewKind = "live",
     **settings: Any,
 ) -> Outcome:

@@ -130,17 +130,13 @@ def find(target: str) -> Replay:
             f"{target!r}: expected RUN#ID, as 'runs/first#0' for its first trajectory."
         )
     run = load_run(path)
-    stored = [
-        (summary.id, address, split)
-        for split in run.splits()
-        for summary, address in run.summaries(split=split)
-    ]
+    stored = [each for split in run.splits() for each in run.summaries(split=split)]
     if not stored:
         raise RunError(
             f"{run.path} holds no trajectory: no step ended, or record.keep stores none."
         )
-    known = {entry[0]: entry for entry in stored}  # evaluations of all steps have the same ids
-    trained = [entry for entry in stored if entry[2] == "train"]
+    known = {each.id: each for each in stored}  # evaluations of all steps have the same ids
+    trained = [each for each in stored if each.split == "train"]
     ends = [id_ for id_ in known if name and id_.endswith(name)]
     head, _, rest = name.rpartition("/")
     rest = rest if name not in known and rest.isdigit() and head in known else ""
@@ -156,8 +152,7 @@ def find(target: str) -> Replay:
             f"{run.path} holds no trajectory {name!r}; stored are steps {steps[0]} to {steps[-1]}, "
             f"{len(stored)} in all (record.keep). Did you mean {near[0]!r}?"
         )
-    _, address, split = found
-    record = read_row(*address)
+    record = read_row(*found.address)
     trajectory = record.trajectory
     leaves = trajectory.leaves()
     if not leaves:
@@ -166,7 +161,7 @@ def find(target: str) -> Replay:
     if leaf not in leaves:
         shown = ", ".join(map(str, leaves))
         raise RunError(f"trajectory {trajectory.id} has no leaf {leaf}; it has {shown}.")
-    return Replay(run=run, record=record, split=split, leaf=leaf)
+    return Replay(run=run, record=record, split=found.split, leaf=leaf)
 
 
 def _lines(text: str) -> str:

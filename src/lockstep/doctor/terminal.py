@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lockstep.display import number
 from lockstep.doctor.findings import Evidence
 from lockstep.doctor.rows import Rows
 from lockstep.errors import printable
-from lockstep.observe.live import format_number
 from lockstep.renderers.pieces import first_difference
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.types import Float32Array, Int32Array
@@ -60,18 +60,18 @@ def gap_style(d: float) -> str:
 def _logprob_text(value: float) -> str:
     if np.isnan(value):
         return "-"
-    return f"{value:.4f}" if abs(value) >= 1e-3 else format_number(value)
+    return f"{value:.4f}" if abs(value) >= 1e-3 else number(value)
 
 
 def _plain_table(*columns: str) -> Table:
     """A table without lines; text is on the left, numbers are on the right."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for number, column in enumerate(columns):
+    for at, column in enumerate(columns):
         if column in ("token", "in the row", "expected"):
             table.add_column(column, no_wrap=True, overflow="ellipsis", max_width=26)
         else:
-            width = max(len(column), 8 if number else 5)
-            justify = "right" if number else "left"
+            width = max(len(column), 8 if at else 5)
+            justify = "right" if at else "left"
             table.add_column(column, justify=justify, no_wrap=True, min_width=width)
     return table
 

@@ -13,7 +13,7 @@ from functools import partial
 from html import escape
 from typing import Any, Literal
 
-from lockstep.display import block, chart_of, table
+from lockstep.display import block, chart_of, number, table
 from lockstep.observe.alarms import Alarm, Architecture, Level, mismatch_alarm
 from lockstep.observe.metrics import held_out_label, is_step_row
 from lockstep.tables import tables_beside
@@ -82,9 +82,9 @@ class View:
         parts = [f"step {row['step']:>{max(len(of_all) - 1, 1)}}{of_all}"]
         for label, name in (("reward", "reward/mean"), ("loss", "train/loss")):
             if name in row:
-                parts.append(f"{label} {format_number(row[name])}")
+                parts.append(f"{label} {number(row[name])}")
         if alarm.level != "unmeasured":
-            parts.append(f"kl {format_number(alarm.value)}")
+            parts.append(f"kl {number(alarm.value)}")
         if (seconds := row.get("time/step_seconds")) is not None:
             self._step_seconds.append(seconds)
             parts.append(format_seconds(seconds))
@@ -93,7 +93,7 @@ class View:
             ("train", "tokens/trained", "time/train_seconds"),
         ):
             if tokens in row and row.get(phase, 0) > 0:
-                parts.append(f"{label} {format_number(row[tokens] / row[phase])} tok/s")
+                parts.append(f"{label} {number(row[tokens] / row[phase])} tok/s")
         if self._step_seconds and header.num_steps is not None:
             mean = sum(self._step_seconds) / len(self._step_seconds)
             left = mean * max(0, header.num_steps - row["step"] - 1)
@@ -269,22 +269,7 @@ def evaluation_text(row: Mapping[str, Any]) -> str:
     'greedy 0.914'
     """
     means = [(held_out_label(name), value) for name, value in row.items()]
-    return ", ".join(f"{label} {format_number(value)}" for label, value in means if label)
-
-
-def format_number(value: float) -> str:
-    """Three significant digits; exponents only where they are needed.
-
-    >>> [format_number(v) for v in (0.0, 0.8349, 12.0, 5234.0, 3.1e-9)]
-    ['0', '0.835', '12', '5234', '3.1e-09']
-    """
-    if value != value:
-        return "-"
-    if value == 0 or math.isinf(value):
-        return f"{value:g}"
-    if 1e-3 <= abs(value) < 1000:
-        return f"{value:.3g}"
-    return f"{value:.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.2g}"
+    return ", ".join(f"{label} {number(value)}" for label, value in means if label)
 
 
 def format_seconds(seconds: float) -> str:

@@ -44,16 +44,12 @@ their meaning."""
 
 def _read(tables: Mapping[str, Any]) -> list[Metric]:
     """The metrics of tables: one for each room, with an array for each metric."""
-    rooms: list[tuple[str, str, Mapping[str, Any]]] = []
-    for room, rows in tables.items():
-        rooms.append((room, "", rows))
-        if room == "mismatch/":
-            once = {name: row for name, row in rows.items() if name != "support_bias"}
-            rooms += [(copy, begin, once) for copy, begin in _COPIES.items()]
     return [
-        Metric(name=f"{room}{name}", unit=unit, better=better, meaning=f"{begin}{meaning}")
-        for room, begin, rows in rooms
+        Metric(name=f"{place}{name}", unit=unit, better=better, meaning=f"{begin}{meaning}")
+        for room, rows in tables.items()
+        for place, begin in {room: "", **(_COPIES if room == "mismatch/" else {})}.items()
         for name, (unit, better, meaning) in rows.items()
+        if place == room or name != "support_bias"
     ]
 
 

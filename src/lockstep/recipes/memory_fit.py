@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from lockstep.config import flatten, nested, overlaid, to_dict
 from lockstep.engines.config import CPU_CACHE_TOKENS, EmbeddedConfig
-from lockstep.launch.gpu import Device
 from lockstep.memory import GIB, MemoryPlan, memory_limit, predict_memory
 from lockstep.models import peft_format
 from lockstep.models.config import ModelConfig
@@ -49,31 +48,28 @@ def fit_memory(
     settings that the user gave. may_adapt: whether a model too large for full
     training gets an adapter.
     """
-    device = config.expected_device
-    limit = memory_limit(config, device)
+    limit = memory_limit(config)
     others = isinstance(config, Config) and (config.critic.model or config.distill)
     if limit is None or others:  # the files of other models are checked first
         return config
-    for change in _changes(config, device, may_adapt=may_adapt):
-        if _plan(config, model, directory, device).num_bytes <= FIT_SHARE * limit[0]:
+    for change in _changes(config, may_adapt=may_adapt):
+        if _plan(config, model, directory).num_bytes <= FIT_SHARE * limit[0]:
             break
         config = overlaid(config, nested(left_open(change, given)))
     return config
 
 
-def ways_to_fit(
-    config: ModelChoice, model: ModelConfig, directory: Path, device: Device, num_bytes: int
-) -> str:
+def ways_to_fit(config: ModelChoice, model: ModelConfig, directory: Path, num_bytes: int) -> str:
     """A sentence for a run that does not fit into `num_bytes`: each setting that alone makes it
     fit, with its largest value; else all of them together, or the memory that they still need."""
 
     def peak(settings: Mapping[str, Any]) -> int:
         changed = overlaid(config, nested(settings))
-        return _plan(changed, model, directory, device).num_bytes
+        return _plan(changed, model, directory).num_bytes
 
     alone: dict[str, Any] = {}
     smallest: dict[str, Any] = {}
-    for change in _changes(config, device, may_adapt=True):
+    for change in _changes(config, may_adapt=True):
         smallest |= change
         (path, value), *others = change.items()
         if path not in alone and not others and peak(change) <= num_bytes:
@@ -100,16 +96,17 @@ def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _plan(config: ModelChoice, model: ModelConfig, directory: Path, device: Device) -> MemoryPlan:
+def _plan(config: ModelChoice, model: ModelConfig, directory: Path) -> MemoryPlan:
     lora = config.lora
     shape = lora and peft_format.resolve_shape(lora, model, directory, name=config.model)
     is_invariant = isinstance(config, Config) and config.contract != "none"
-    return predict_memory(config, model, shape, device=device, is_invariant=is_invariant)
+    return predict_memory(config, model, shape, is_invariant=is_invariant)
 
 
-def _changes(config: ModelChoice, device: Device, *, may_adapt: bool) -> Iterator[dict[str, Any]]:
+def _changes(config: ModelChoice, *, may_adapt: bool) -> Iterator[dict[str, Any]]:
     """Changes of settings that lower the memory further and further."""
     longest, budget = config.max_tokens, config.trainer.max_tokens_per_microbatch
+    device = config.expected_device
     engine = getattr(config, "engine", None)
     fast = max(longest, FAST_TOKENS)
     cache = 0

@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -43,8 +43,14 @@ from lockstep.observe.alarms import (
 from lockstep.observe.metrics import find_metric, held_out_label, is_step_row
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.store.files import encode_number, write_atomically
-from lockstep.store.run import Address, Run
-from lockstep.store.trajectories import TRAINED, TrajectoryRecord, TrajectorySummary, read_row
+from lockstep.store.run import Run
+from lockstep.store.trajectories import (
+    TRAINED,
+    Address,
+    TrajectoryRecord,
+    TrajectorySummary,
+    read_row,
+)
 from lockstep.tables import tables_beside
 from lockstep.types import Float32Array
 
@@ -55,12 +61,6 @@ _MAX_STEPS_READ = 400
 NUM_TRAJECTORIES, NUM_TOKENS = 200, 120_000
 """Most trajectories and tokens of a report, about 25 bytes a token with two log-probs: a page of a
 few megabytes opens at once, also on a phone."""
-
-
-class _Candidate(NamedTuple):
-    summary: TrajectorySummary
-    address: Address
-    split: str
 
 
 def select(runs: Sequence[Run], *, num_trajectories: int, num_tokens: int) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def select(runs: Sequence[Run], *, num_trajectories: int, num_tokens: int) -> di
         num_left = num_trajectories - len(documents)
         has_alarm = worst_alarm(run).level in LEVELS[LEVELS.index("notice") :]
         for candidate, reasons in _choose(candidates, num_left // runs_left, has_alarm=has_alarm):
-            size = candidate.summary.num_tokens
+            size = candidate.num_tokens
             # One is always shown, however long.
             if spent and spent + size > tokens_left // runs_left:
                 num_left_out += 1
@@ -104,18 +104,16 @@ def select(runs: Sequence[Run], *, num_trajectories: int, num_tokens: int) -> di
     }
 
 
-def _candidates(run: Run, warn: Callable[[str], object]) -> list[_Candidate]:
-    out: list[_Candidate] = []
+def _candidates(run: Run, warn: Callable[[str], object]) -> list[TrajectorySummary]:
+    out: list[TrajectorySummary] = []
     for split in run.splits():
         steps = run.steps(split=split)
         stride = -(-len(steps) // _MAX_STEPS_READ) if steps else 1
         for step in steps[::-1][::stride][::-1]:
             try:
-                found = list(run.summaries(step, split=split))
+                out += run.summaries(step, split=split)
             except DataError as error:
                 _warn_of(error, warn)
-                continue
-            out += [_Candidate(summary, address, split) for summary, address in found]
     return out
 
 
@@ -126,21 +124,21 @@ def _warn_of(error: DataError, warn: Callable[[str], object]) -> None:
 
 
 def _choose(
-    candidates: Sequence[_Candidate], number: int, *, has_alarm: bool
-) -> list[tuple[_Candidate, list[str]]]:
+    candidates: Sequence[TrajectorySummary], number: int, *, has_alarm: bool
+) -> list[tuple[TrajectorySummary, list[str]]]:
     """Up to `number` candidates, each with why it was chosen, the most telling first.
 
     That is the worst mismatch after an alarm; else a success in a group that also failed, of the
     last step that has one, with the most turns.
     """
     trained = [c for c in candidates if c.split == "train"]
-    middle = np.median([c.summary.step for c in trained]) if trained else 0
-    late = [c for c in trained if c.summary.step >= middle and math.isfinite(c.summary.reward)]
-    measured = [c for c in trained if c.summary.max_abs_logprob_diff]
+    middle = np.median([c.step for c in trained]) if trained else 0
+    late = [c for c in trained if c.step >= middle and math.isfinite(c.reward)]
+    measured = [c for c in trained if c.max_abs_logprob_diff]
     part = max(1, number * 15 // 100)
-    chosen: dict[Address, tuple[_Candidate, list[str]]] = {}
+    chosen: dict[Address, tuple[TrajectorySummary, list[str]]] = {}
 
-    def take(label: str, found: Sequence[_Candidate]) -> None:
+    def take(label: str, found: Sequence[TrajectorySummary]) -> None:
         for candidate in found:
             if candidate.address in chosen:
                 chosen[candidate.address][1].append(label)
@@ -149,11 +147,11 @@ def _choose(
 
     if not has_alarm:
         take(_SUCCESS, _successes(trained)[:1])
-    worst = sorted(measured, key=lambda c: -(c.summary.max_abs_logprob_diff or 0.0))
+    worst = sorted(measured, key=lambda c: -(c.max_abs_logprob_diff or 0.0))
     take(_MISMATCH, worst[:part])
-    take("worst reward", sorted(late, key=lambda c: c.summary.reward)[:part])
-    take("best reward", sorted(late, key=lambda c: -c.summary.reward)[:part])
-    unfinished = [c for c in candidates if c.summary.status != "finished"]
+    take("worst reward", sorted(late, key=lambda c: c.reward)[:part])
+    take("best reward", sorted(late, key=lambda c: -c.reward)[:part])
+    unfinished = [c for c in candidates if c.status != "finished"]
     take("unfinished", _spread(unfinished, part))
     take("evaluation", _spread([c for c in candidates if c.split != "train"], part))
     rest = [c for c in trained if c.address not in chosen]
@@ -170,22 +168,22 @@ _FIRST = {
 """Why a trajectory is the first one shown."""
 
 
-def _successes(trained: Sequence[_Candidate]) -> list[_Candidate]:
+def _successes(trained: Sequence[TrajectorySummary]) -> list[TrajectorySummary]:
     """The best of each group with unequal rewards, of the last step that has one; most turns
     first."""
-    groups: dict[tuple[int, int], list[_Candidate]] = {}
+    groups: dict[tuple[int, int], list[TrajectorySummary]] = {}
     for each in trained:
-        if math.isfinite(each.summary.reward):
-            groups.setdefault((each.summary.step, each.summary.group), []).append(each)
-    best: list[_Candidate] = []
+        if math.isfinite(each.reward):
+            groups.setdefault((each.step, each.group), []).append(each)
+    best: list[TrajectorySummary] = []
     for (step, _), members in groups.items():
-        top = max(each.summary.reward for each in members)
-        if any(each.summary.reward < top for each in members):
-            best = [each for each in best if each.summary.step == step]
-            best += [each for each in members if each.summary.reward == top]
-    top = max((each.summary.reward for each in best), default=0.0)
-    best = [each for each in best if each.summary.reward == top]
-    return sorted(best, key=lambda each: -each.summary.num_turns)
+        top = max(each.reward for each in members)
+        if any(each.reward < top for each in members):
+            best = [each for each in best if each.step == step]
+            best += [each for each in members if each.reward == top]
+    top = max((each.reward for each in best), default=0.0)
+    best = [each for each in best if each.reward == top]
+    return sorted(best, key=lambda each: -each.num_turns)
 
 
 def _first(documents: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -> dict[str, Any] | None:
@@ -198,7 +196,7 @@ def _first(documents: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -> dict[
     return {"index": index, "why": _FIRST.get(reason, reason)}
 
 
-def _spread(candidates: Sequence[_Candidate], number: int) -> list[_Candidate]:
+def _spread(candidates: Sequence[TrajectorySummary], number: int) -> list[TrajectorySummary]:
     """`number` of them at even distances, first and last included."""
     if len(candidates) <= number:
         return list(candidates)
@@ -266,23 +264,31 @@ _REPEAT_KEYS = frozenset({"seed", "out", "name", "run_name", "resume"})
 def build_document(
     runs: Sequence[Run],
     *,
-    tokenizers: Sequence[Tokenizer | None],
-    recipes: Sequence[Mapping[str, Any] | None],
-    title: str,
+    tokenizers: Sequence[Tokenizer | None] | None = None,
+    recipes: Sequence[Mapping[str, Any] | None] | None = None,
+    title: str = "",
     num_trajectories: int = NUM_TRAJECTORIES,
     num_tokens: int = NUM_TOKENS,
 ) -> dict[str, Any]:
-    """The whole report as JSON. tokenizers: one per run; None shows ids. recipes: see
-    `write_report`."""
+    """The whole report as JSON.
+
+    tokenizers: one per run, for the texts of its token ids; None shows ids. recipes: one per run,
+    the settings of its recipe by dotted key; the settings that differ are marked.
+    """
+    if not runs:
+        raise RunError("a report needs at least one run.")
+    tokenizers = tokenizers or [None] * len(runs)
+    if len(tokenizers) != len(runs):
+        raise RunError(f"{len(runs)} runs, but {len(tokenizers)} tokenizers: give one per run.")
     chosen = select(runs, num_trajectories=num_trajectories, num_tokens=num_tokens)
     used: list[set[int]] = [set() for _ in runs]
     for document in chosen["trajectories"]:
         used[document["run"]].update(*(segment["token_ids"] for segment in document["segments"]))
     return {
         "document_version": DOCUMENT_VERSION,
-        "title": title,
+        "title": title or (runs[0].name if len(runs) == 1 else f"{len(runs)} runs"),
         "generated_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        **build_figures(runs, recipes=recipes),
+        **build_figures(runs, recipes=recipes or [None] * len(runs)),
         **chosen,
         "vocabularies": [
             to_vocabulary(ids, tokenizer) for ids, tokenizer in zip(used, tokenizers, strict=True)
@@ -581,33 +587,15 @@ def write_report(
     runs: Sequence[Run],
     out: str | os.PathLike[str],
     *,
-    tokenizers: Sequence[Tokenizer | None] | None = None,
-    recipes: Sequence[Mapping[str, Any] | None] | None = None,
-    title: str = "",
-    num_trajectories: int = NUM_TRAJECTORIES,
-    num_tokens: int = NUM_TOKENS,
     warn: Callable[[str], object] = warnings.warn,
+    **about: Any,
 ) -> Path:
     """Writes `out` (an .html file) and the same content beside it as .json; returns `out`.
 
-    tokenizers: one per run, for the texts of its token ids; None shows ids. recipes: one per run,
-    the settings of its recipe by dotted key; the settings that differ are marked. warn: gets a
-    sentence for each damaged file of trajectories, which the report then lacks.
+    warn: gets a sentence for each damaged file of trajectories, which the report then lacks.
+    about: see `build_document`.
     """
-    if not runs:
-        raise RunError("a report needs at least one run.")
-    tokenizers = tokenizers or [None] * len(runs)
-    recipes = recipes or [None] * len(runs)
-    if len(tokenizers) != len(runs):
-        raise RunError(f"{len(runs)} runs, but {len(tokenizers)} tokenizers: give one per run.")
-    document = build_document(
-        runs,
-        tokenizers=tokenizers,
-        recipes=recipes,
-        title=title or (runs[0].name if len(runs) == 1 else f"{len(runs)} runs"),
-        num_trajectories=num_trajectories,
-        num_tokens=num_tokens,
-    )
+    document = build_document(runs, **about)
     out = Path(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     page, data = render_page(document), dump(document)

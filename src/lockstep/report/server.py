@@ -152,23 +152,20 @@ class ReportServer(ThreadingHTTPServer):
         """(content type, body) of a request. LookupError if nothing is there."""
         parts = urlsplit(target)
         query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-        if parts.path in ("/", "/runs.json"):
-            rows = {"runs": [self._row(key, run) for key, run in self._runs().items()]}
-            if parts.path == "/":
+        runs = self._runs()
+        match [unquote(word) for word in parts.path.split("/")]:
+            case ["", "" | "runs.json" as name]:
+                rows = {"runs": [self._row(key, run) for key, run in runs.items()]}
+                if name:
+                    return "application/json", dump(rows)
                 places = ", ".join(map(str, self._paths))
                 return "text/html", render_page({"title": places, "groups": [], **rows}, RUNS)
-            return "application/json", dump(rows)
-        words = [unquote(word) for word in parts.path.split("/")]
-        if len(words) != 4 or words[1] != "run":
-            raise LookupError(parts.path)
-        run = self._runs()[words[2]]
-        match words[3]:
-            case "":
-                return "text/html", render_page(self._report(run), LIVE)
-            case "figures.json":
-                return "application/json", dump(self._figures(run, query.get("seen", "")))
-            case "search.json":
-                return "application/json", dump(self._search(run, query.get("text", "")))
+            case ["", "run", key, ""]:
+                return "text/html", render_page(self._report(runs[key]), LIVE)
+            case ["", "run", key, "figures.json"]:
+                return "application/json", dump(self._figures(runs[key], query.get("seen", "")))
+            case ["", "run", key, "search.json"]:
+                return "application/json", dump(self._search(runs[key], query.get("text", "")))
         raise LookupError(parts.path)
 
     def _runs(self) -> dict[str, Run]:
@@ -195,7 +192,7 @@ class ReportServer(ThreadingHTTPServer):
     def _report(self, run: Run) -> dict[str, Any]:
         live = {"version": _version(run), **_state(run)}
         about = {"tokenizers": [self._tokenizer(run)], "recipes": [self._recipe_of(run)]}
-        return {**build_document([run], **about, title=run.name), "live": live}
+        return {**build_document([run], **about), "live": live}
 
     def _figures(self, run: Run, seen: str) -> dict[str, Any]:
         # Taken before the rows are read: a row that comes meanwhile is asked for again.

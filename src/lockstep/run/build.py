@@ -173,8 +173,8 @@ class _Builder:
         is_training, hooks = self.is_training, current_hooks()
         if config.contract != "none":
             ask_for_reproducible_gemm()
-        if is_training and (device := resolve_device(config)) == "cuda":
-            check_memory(config, model_files, device)
+        if is_training and resolve_device(config) == "cuda":
+            check_memory(config, model_files)
         over = None if self.base is None else self.base.decoder
         model = load_model(config, model_files, weights=self.weights, over=over)
         numerics = choose_numerics(config.contract, model, why_not=why_no_contract(config))
@@ -472,18 +472,18 @@ def load_model(
 
         found = load_fallback(weights or model_files.directory, dtype=dtype, device=device)
         return cast("Decoder", found)
-    is_whole = config.lora is None or model_files.lora is None
-    if over is not None and not is_whole:
+    lora = None if config.lora is None else model_files.lora
+    if over is not None and lora is not None:
         model = decoder_over(over)
     else:
-        source = (weights if is_whole else None) or model_files.directory
+        source = (weights if lora is None else None) or model_files.directory
         size = model_files.model.vocab_size
         model = load_checkpoint(
             source, dtype=dtype, device=device, mesh=mesh, ops=ops, vocab_size=size
         )
-    if config.lora is None or model_files.lora is None:
+    if config.lora is None or lora is None:
         return model
-    add_adapter(model, model_files.lora, seed=config.seed)
+    add_adapter(model, lora, seed=config.seed)
     if weights is not None:
         check_policy(model, weights, like=model_files.directory)
     if source := weights or config.lora.path:

@@ -34,6 +34,7 @@ def write_card(directory: Path, run: Run, *, checkpoint: str, hub: str) -> None:
     model = str(run.config["model"])
     is_adapter = (directory / peft_format.CONFIG).is_file()
     kind = "adapter" if is_adapter else "finetune"
+    method = str(run.config.get("objective", {"type": "sft"})["type"])
     held_out = _held_out(run, checkpoint)
     task = str(run.config.get("task", {}).get("type", "")) or "written dialogues"
     results = [
@@ -55,7 +56,7 @@ def write_card(directory: Path, run: Run, *, checkpoint: str, hub: str) -> None:
         eval_results=results or None,
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
-        tags=["lockstep", *(["lora"] if is_adapter else []), *_methods(run)],
+        tags=["lockstep", *(["lora"] if is_adapter else []), method],
     )
     step = step_of(checkpoint)
     rows = [row for row in run.metrics if step < 0 or row["step"] < step]  # until the checkpoint
@@ -178,11 +179,6 @@ def _settings(run: Run) -> str:
 def _public(value: Any) -> Any:
     """A setting without the directories of the machine that trained."""
     return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
-
-
-def _methods(run: Run) -> list[str]:
-    kind = run.config.get("objective")
-    return [str(kind["type"])] if isinstance(kind, dict) and "type" in kind else ["sft"]
 
 
 def _datasets(run: Run) -> list[str]:

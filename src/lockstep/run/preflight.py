@@ -36,15 +36,15 @@ from lockstep.errors import (
 )
 from lockstep.launch.config import LocalPlacement
 from lockstep.launch.event_loop import run_to_end
-from lockstep.launch.gpu import Device, check_driver, total_gpu_memory
+from lockstep.launch.gpu import check_driver, total_gpu_memory
 from lockstep.memory import (
     DTYPE_BYTES,
     GIB,
     MemoryPlan,
-    PlanFacts,
     host_memory,
     memory_limit,
     predict_memory,
+    state_facts,
 )
 from lockstep.models import peft_format
 from lockstep.models.config import FallbackConfig, ModelConfig
@@ -69,7 +69,7 @@ from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.hooks import current_hooks
 from lockstep.run.prompts import FirstPrompts
 from lockstep.run_config import CONFLICTS, DEFAULT_DTYPES, Config, ModelChoice
-from lockstep.store.checkpoints import checkpoint_of, trained_by
+from lockstep.store.checkpoints import RunAddress, checkpoint_of, trained_by
 from lockstep.store.files import why_no_directory
 from lockstep.store.run import load_run, step_of
 from lockstep.training.distill_config import DistillConfig
@@ -142,7 +142,7 @@ def preflight(
     *,
     is_training: bool = True,
     files: Sequence[str] = HUB_FILES,
-    start: tuple[Path, int | None] | None = None,
+    start: RunAddress | None = None,
 ) -> ModelFiles:
     """Checks everything that can be known without loading a model. Returns the files it read.
 
@@ -172,7 +172,7 @@ def preflight(
     if is_training:
         check_conflicts(config, CONFLICTS["training"])
         if not config.placement.is_elsewhere():
-            check_memory(config, model_files, config.expected_device)
+            check_memory(config, model_files)
     config.task.check()
     notes = _check_tasks(config, model_files, is_training=is_training)
     for tested in (each for each in config.tested.values() if each.task != config.task):
@@ -225,7 +225,7 @@ def check_machine(config: ModelChoice) -> None:
         raise ConfigError(f"sync.directory={place}: no weights can be written there: {problem}.")
 
 
-def check_start(config: Config, start: tuple[Path, int | None]) -> None:
+def check_start(config: Config, start: RunAddress) -> None:
     """Raises ConfigError if a run that begins with this checkpoint would train nothing, or if that
     is one of a supervised run."""
     parent = load_run(start[0])
@@ -297,32 +297,32 @@ def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> 
         )
 
 
-def check_memory(config: ModelChoice, model_files: ModelFiles, device: Device) -> None:
+def check_memory(config: ModelChoice, model_files: ModelFiles) -> None:
     """Raises ConfigError if the run's predicted peak is more than `memory_limit_gib` or, without
     that setting, than the device's free memory."""
-    config.trainer.check_device(device)
-    model, plan = model_files.model, memory_plan(config, model_files, device=device)
+    config.trainer.check_device(config.expected_device)
+    model, plan = model_files.model, memory_plan(config, model_files)
     if plan is None or isinstance(model, FallbackConfig):
         return
-    if (limit := memory_limit(config, device)) is not None:
-        ways = partial(ways_to_fit, config, model, model_files.directory, device, limit[0])
+    if (limit := memory_limit(config)) is not None:
+        ways = partial(ways_to_fit, config, model, model_files.directory, limit[0])
         plan.check(*limit, ways=ways)
     if plan.host_parts and (host := host_memory(config)) is not None:
         plan.check(*host, is_host=True)
 
 
-def sized_engine(config: Config, model_files: ModelFiles, device: Device) -> EngineConfig:
+def sized_engine(config: Config, model_files: ModelFiles) -> EngineConfig:
     """The engine's settings with the sizes that fit beside the trainer. An engine with a GPU of its
     own gets its sizes after its weights are loaded."""
     engine, model = config.engine, model_files.model
     if not isinstance(engine, (EmbeddedConfig, VllmConfig)) or isinstance(model, FallbackConfig):
         return engine
-    if device == "cpu":
+    if config.expected_device == "cpu":
         is_embedded = isinstance(engine, EmbeddedConfig)
         return engine.sized(longest=config.max_tokens) if is_embedded else engine
     if getattr(engine, "urls", ()) or (engine.num_workers and not engine.share_device):
         return engine
-    found, limit = memory_plan(config, model_files, device=device), memory_limit(config, device)
+    found, limit = memory_plan(config, model_files), memory_limit(config)
     assert found is not None and limit is not None, "the decoder, on a GPU that was checked"
     num_here = max(1, math.ceil(engine.num_workers / config.num_processes))
     room = found.cache_room(limit[0], takes_turns=engine.share_device) // num_here
@@ -340,11 +340,7 @@ def sized_engine(config: Config, model_files: ModelFiles, device: Device) -> Eng
 
 
 def memory_plan(
-    config: ModelChoice,
-    model_files: ModelFiles,
-    *,
-    device: Device,
-    numerics: Numerics | None = None,
+    config: ModelChoice, model_files: ModelFiles, *, numerics: Numerics | None = None
 ) -> MemoryPlan | None:
     """The predicted peak; None for a model that transformers runs, since too little is known about
     it. numerics: None before a model is loaded."""
@@ -353,9 +349,7 @@ def memory_plan(
     is_kept = False if numerics is None else numerics.is_kept
     if numerics is None and isinstance(config, Config):
         is_kept = config.contract != "none" and not why_no_contract(config)
-    return predict_memory(
-        config, model_files.model, model_files.lora, device=device, is_invariant=is_kept
-    )
+    return predict_memory(config, model_files.model, model_files.lora, is_invariant=is_kept)
 
 
 def read_model_files(config: ModelChoice, *, files: Sequence[str] = HUB_FILES) -> ModelFiles:
@@ -696,7 +690,7 @@ def _gpu_table(config: Config, model_files: ModelFiles, numerics: Numerics | Non
     engine, world = config.engine, config.num_processes
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     most = here + engine.num_workers * engine.gpus_each
-    found = memory_plan(config, model_files, device="cuda", numerics=numerics)
+    found = memory_plan(config, model_files, numerics=numerics)
     need = "not predicted" if found is None else f"{found.num_bytes / GIB:.1f} GiB"
     share = getattr(engine, "memory_share", 0.0) or GPU_SHARE
     for rank, gpu in enumerate(visible_gpus(most)[:here]):
@@ -745,11 +739,10 @@ def describe_memory(
     config: ModelChoice, model_files: ModelFiles, *, numerics: Numerics | None = None
 ) -> str:
     """The predicted peak; before a model is loaded also the memory that the device has."""
-    device = config.expected_device
-    found = memory_plan(config, model_files, device=device, numerics=numerics)
+    found = memory_plan(config, model_files, numerics=numerics)
     if found is None:
         return "not predicted: transformers computes the model"
-    limit = memory_limit(config, device) if numerics is None else None
+    limit = memory_limit(config) if numerics is None else None
     return found.describe(None if limit is None else limit[0])
 
 
@@ -765,14 +758,7 @@ def _trained(config: Config, model_files: ModelFiles) -> str:
         said += f"; frozen: {', '.join(frozen)}"
     if isinstance(model, FallbackConfig):
         return said
-    facts = PlanFacts(
-        model=model,
-        dtype=config.compute_dtype,
-        device="cpu",
-        trainer=config.trainer,
-        lora=lora,
-        num_adapters=1 + len(config.own_seats),
-    )
+    facts = state_facts(config, model, lora)
     trained = num_elements(facts.trained())
     total = num_elements(decoder_shapes(model) | facts.adapters())
     return f"{said}; {trained:,} of {total:,} parameters ({trained / total:.2%})"

@@ -27,7 +27,7 @@ from lockstep.run.preflight import (
     stored_renderer,
 )
 from lockstep.run_config import Config, ServeConfig
-from lockstep.store.checkpoints import split_address, trained_by
+from lockstep.store.checkpoints import POLICY, split_address, trained_by
 from lockstep.store.run import is_run, load_run, step_of
 
 if TYPE_CHECKING:
@@ -60,11 +60,10 @@ def find_served(
     path, step = split_address(target)
     if is_run(path):
         return _of_run(path, step, settings, tree or {})
-    names = [*(tree or {}), *(setting.partition("=")[0].strip() for setting in settings)]
-    named = [each.partition("=")[2] for each in settings if each.startswith("model=")]
-    base = named[-1] if named else (tree or {}).get("model", "")
-    config = overlaid(_config_of(target, base), tree or {}, settings)
-    if "max_tokens" not in names:
+    written = (setting.partition("=") for setting in settings)
+    given = dict(tree or {}) | {name.strip(): value for name, _, value in written}
+    config = overlaid(_config_of(target, given.get("model", "")), tree or {}, settings)
+    if "max_tokens" not in given:
         kind = FallbackConfig if config.fallback else ModelConfig
         limit = kind.from_directory(locate_model(config.model)).max_positions
         config = replace(config, max_tokens=min(limit, DEFAULT_MAX_TOKENS))
@@ -161,14 +160,9 @@ def find_seats(config: Config) -> dict[str, Served]:
             )
         with located(where, ConfigError):
             served = find_served(seat.model, (), tree={"max_tokens": config.max_tokens})
-            choice = replace(
-                served.config,
-                name=name,
-                engine=seat.engine,
-                contract=config.contract,
-                dtype=config.compute_dtype,
-                **{key: getattr(config, key) for key in ("device", "threads", "seed")},
-            )
+            alike = {key: getattr(config, key) for key in ("contract", "device", "threads", "seed")}
+            alike["dtype"] = config.compute_dtype
+            choice = replace(served.config, name=name, engine=seat.engine, **alike)
             read_model_files(choice, files=CONFIG_FILES)
         found[name] = replace(served, config=choice)
     return found
@@ -214,18 +208,14 @@ def build_policies(
     if own_seats and base is None:
         base = SharedBase(load_model(replace(config, lora=None), model_files))
 
-    def built(config: Config, at: Path | None) -> Parts:
-        weights = None if at is None else at / "policy"
-        return build(config, model_files, weights=weights, base=base, scratch=scratch, **options)
+    def built(seat: str = "") -> Parts:
+        own = replace(config, name=f"{config.name}.{seat}") if seat else config
+        place = Path(SEATS, seat, POLICY) if seat else Path(POLICY)
+        weights = None if checkpoint is None else checkpoint / place
+        return build(own, model_files, weights=weights, base=base, scratch=scratch, **options)
 
-    parts = built(config, checkpoint)
-    parts.own = {
-        seat: built(
-            replace(config, name=f"{config.name}.{seat}"),
-            None if checkpoint is None else checkpoint / SEATS / seat,
-        )
-        for seat in own_seats
-    }
+    parts = built()
+    parts.own = {seat: built(seat) for seat in own_seats}
     if base is not None and is_made:
         parts.shared_engine = base.engine
     on_wait = options.get("on_wait", lambda text: None)

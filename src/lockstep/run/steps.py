@@ -181,17 +181,18 @@ async def train_policies(
 ) -> tuple[list[Sample], dict[str, Any]]:
     """align, measure, correct, update: every policy of the run. Returns the rows that the first one
     was trained on, and the metrics. Adds the rows as they were sampled to `sampled_rows`."""
-    in_thread, parts = run.buffer.in_thread, run.parts
-    rows, own_rows, metrics = await in_thread(partial(align, run, groups, parts))
-    sampled_rows += own_rows
-    if parts.teachers is not None:
-        metrics |= await parts.teachers.score(rows, groups, parts.trainer, in_thread)
-    metrics |= await in_thread(partial(update, run, rows, own_rows, parts))
-    for seat in parts.own:
-        own_rows, figures = await in_thread(partial(train_own, run, seat, groups))
+    in_thread, trained, figures = run.buffer.in_thread, list[Sample](), dict[str, Any]()
+    for seat, parts in {"": run.parts, **run.parts.own}.items():
+        played = played_by(seat, groups) if seat else groups
+        rows, own_rows, metrics = await in_thread(partial(align, run, played, parts))
         sampled_rows += own_rows
-        metrics |= figures
-    return rows, metrics
+        if parts.teachers is not None:
+            metrics |= await parts.teachers.score(rows, groups, parts.trainer, in_thread)
+        metrics |= await in_thread(partial(update, run, rows, own_rows, parts))
+        room = f"policy/{seat}/" if seat else ""
+        figures |= {f"{room}{name}": value for name, value in metrics.items()}
+        trained = trained if seat else rows
+    return trained, figures
 
 
 def time_metrics(
@@ -248,7 +249,7 @@ def signal_metrics(run: TrainingRun, batch: Batch) -> dict[str, float]:
 
 def health_row(run: TrainingRun, groups: Sequence[Group]) -> dict[str, float]:
     """The figures of the health line. Also records examples in words."""
-    config, model = run.config, run.model_files.model
+    config, model = run.config, run.parts.model_files.model
     found, reasons = health_metrics(
         groups,
         config.agent,
@@ -263,19 +264,13 @@ def health_row(run: TrainingRun, groups: Sequence[Group]) -> dict[str, float]:
     return found
 
 
-def train_own(
-    run: TrainingRun, seat: str, groups: Sequence[Group]
-) -> tuple[list[Sample], dict[str, float]]:
-    """Trains the policy that the seat has of its own. Returns its rows, and `policy/SEAT/...`."""
-    played = [
+def played_by(seat: str, groups: Sequence[Group]) -> list[Group]:
+    """The groups of the seat's own policy, to be trained as the run's policy is."""
+    return [
         Group(task=group.task, trajectories=[replace(t, policy="") for t in group.trajectories])
         for group in groups
         if group.trajectories[0].policy == seat
     ]
-    parts = run.parts.own[seat]
-    rows, sampled_rows, metrics = align(run, played, parts)
-    metrics |= update(run, rows, sampled_rows, parts)
-    return sampled_rows, {f"policy/{seat}/{name}": value for name, value in metrics.items()}
 
 
 def align(

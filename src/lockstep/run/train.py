@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.config import tag
 from lockstep.display import show_once
@@ -18,6 +18,7 @@ from lockstep.run.build import resolve_device
 from lockstep.run.preflight import ModelFiles, check_side_by_side, preflight, summary
 from lockstep.run.served import find_seats
 from lockstep.run_config import Config
+from lockstep.store.checkpoints import RunAddress
 from lockstep.store.run import Outcome, check_place, default_run_path, load_run
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def train(
     *,
     out: str | Path | None = None,
     resume: bool = False,
-    start: tuple[Path, int | None] | None = None,
+    start: RunAddress | None = None,
     view: ViewKind = "live",
     monitor: OpenMonitor | None = None,
 ) -> Outcome:
@@ -112,28 +113,16 @@ def check_out(out: str | Path | None, *, resume: bool) -> None:
         check_place(out)
 
 
-def check_run(
-    config: Config,
-    *,
-    files: Sequence[str] = CONFIG_FILES,
-    start: tuple[Path, int | None] | None = None,
-    is_training: bool = True,
-) -> ModelFiles:
+def check_run(config: Config, *, files: Sequence[str] = CONFIG_FILES, **options: Any) -> ModelFiles:
     """All that a run checks before a model is loaded, as `--dry-run` does too. Raises as `train`.
-
-    start: see `train`."""
-    model_files = preflight(config, is_training=is_training, files=files, start=start)
+    files, options: see `preflight`."""
+    model_files = preflight(config, files=files, **options)
     find_seats(config)
     return model_files
 
 
 def _begin(
-    config: Config,
-    path: Path,
-    view: ViewKind,
-    *,
-    name: str = "",
-    start: tuple[Path, int | None] | None = None,
+    config: Config, path: Path, view: ViewKind, *, name: str = "", start: RunAddress | None = None
 ) -> ModelFiles:
     """Checks a run, and says what begins before torch is imported, which takes seconds."""
     shown = open_view(is_json=view == "json" or is_follower(), name=name)

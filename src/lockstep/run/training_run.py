@@ -30,7 +30,7 @@ from lockstep.run.preflight import ModelFiles, internals, sized_engine
 from lockstep.run.prompts import FirstPrompts
 from lockstep.run.served import build_policies
 from lockstep.run_config import Config
-from lockstep.store.checkpoints import POLICY, checkpoint_of
+from lockstep.store.checkpoints import POLICY, RunAddress, checkpoint_of
 from lockstep.store.config import LastConfig, SampleConfig
 from lockstep.store.files import decode_number, encode_number
 from lockstep.store.run import Outcome, RunDirectory, Status, load_run
@@ -56,7 +56,6 @@ class TrainingRun:
     """The parts, the task stream and the counters of one run."""
 
     config: Config
-    model_files: ModelFiles
     parts: Parts
     path: Path
     directory: RunDirectory | None
@@ -95,7 +94,6 @@ class TrainingRun:
     """Steps in a row, up to the last one, whose update was skipped."""
     base: SharedBase | None = None
     """The model and engine that it shares with other runs."""
-    view_kind: ViewKind = "live"
     sync_level: Level = "none"
     """How far the last weights handed to the engine were verified."""
     _counts: tuple[int, ...] = field(init=False)
@@ -153,7 +151,7 @@ class TrainingRun:
             self.restore_newest(origin)
         elif origin is not None:
             self.restore_origin(origin)
-        self.view.start(self.header())
+        self.view.start(self.header(options.view))
 
     # -- engine and trainer ---------------------------------------------------------------------
 
@@ -225,19 +223,13 @@ class TrainingRun:
             self.directory.write_trajectories(step, groups, **options)
 
     def watch(
-        self,
-        step: int,
-        rows: Sequence[Sample],
-        sampled_rows: Sequence[Sample],
-        groups: Sequence[Group],
-        *,
-        version: int,
+        self, step: int, rows: Sequence[Sample], *played: Any, version: int
     ) -> dict[str, float]:
         """`doctor/...` of a step's rows after the update: one process checks them for all.
-        sampled_rows: the same before a hook changed them."""
+        played: the same rows before a hook changed them, and their groups."""
         found: dict[str, float] = {}
         if self.monitor is not None and rows:
-            found = self.monitor(step, rows, sampled_rows, groups, version=version)
+            found = self.monitor(step, rows, *played, version=version)
         return found if self.ranks is None else self.ranks.from_leader(found)
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -276,7 +268,7 @@ class TrainingRun:
         config, stop_on, rows = self.config, self.config.stop_on, policy_rows(row).values()
         is_skipped = any(of_policy.get("train/skipped_updates", 0) > 0 for of_policy in rows)
         self.num_skipped_steps = self.num_skipped_steps + 1 if is_skipped else 0
-        family = self.model_files.model.family
+        family = self.parts.model_files.model.family
         alarm = mismatch_alarm(row, family, is_one_process=self.is_one_process)
         is_critical = alarm.level == "critical" or row.get("doctor/causes", 0) > 0
         if is_critical and "mismatch" in stop_on:
@@ -325,14 +317,8 @@ class TrainingRun:
             "tasks": self.buffer.state_before(self.step),
         }
         metric = self.test_reward if self.tested_at == self.step else None
-        self.checkpoints.save(
-            self.step,
-            self.parts.trainer,
-            state,
-            metric=metric,
-            critic=self.parts.critic,
-            seats=self.own_trainers,
-        )
+        others: dict[str, Any] = {"critic": self.parts.critic, "seats": self.own_trainers}
+        self.checkpoints.save(self.step, self.parts.trainer, state, metric=metric, **others)
         self.saved_at = self.step
         if self.row:  # for readers: a resume sets it aside and completes it
             self.log(self.row)
@@ -384,18 +370,15 @@ class TrainingRun:
             self.tested_at = None
         if self.directory is None:
             return
-        is_complete = self.step >= self.config.steps and self.tested_at == self.step
-        if self.step == 0:
-            self.directory.rewind(-2)
-        elif self.row:
-            self.directory.rewind(self.step - 1, last_row=self.step - 2)
-        elif is_complete:  # it ends with the row of its last evaluation
+        is_tested = self.tested_at == self.step and not self.row
+        if is_tested and self.step >= self.config.steps:  # it ends with the row of that evaluation
             self.view.note(
                 f"{self.path} is already finished: all {self.step} steps are made. To train more: "
                 f"lockstep train from={self.path} steps={2 * self.step}."
             )
         else:
-            self.directory.rewind(self.step - 1)
+            last = self.step - 1 if self.step else -2
+            self.directory.rewind(last, last_row=last - bool(self.row))
         self.directory.add_facts({"resumed_at": self.step})
         for row in filter(is_step_row, load_run(self.path).metrics):
             self.health.take(row)
@@ -465,17 +448,17 @@ class TrainingRun:
 
     # -- what a person reads --------------------------------------------------------------------
 
-    def header(self) -> RunHeader:
+    def header(self, kind: ViewKind) -> RunHeader:
         """The lines and facts that are shown once, at the start."""
         lines: tuple[str, ...] = ()
-        if self.view_kind == "verbose":
+        if kind == "verbose":
             found, numerics = self.parts.engine.capabilities, self.parts.numerics
             how: dict[str, Any] = {"has_support": found.has_support, "numerics": numerics}
             sync = f"sync       {self.publisher.describe()}"
-            lines = (*internals(self.config, self.model_files, **how), sync)
+            lines = (*internals(self.config, self.parts.model_files, **how), sync)
         return RunHeader(
             num_steps=self.config.steps,
-            architecture=self.model_files.model.family,
+            architecture=self.parts.model_files.model.family,
             is_one_process=self.is_one_process,
             lines=lines,
         )
@@ -516,7 +499,7 @@ class RunOptions:
 
     out: Path
     resume: bool = False
-    start: tuple[Path, int | None] | None = None
+    start: RunAddress | None = None
     view: ViewKind = "live"
     monitor: OpenMonitor | None = None
 
@@ -575,22 +558,12 @@ def open_run(
         warn=lambda text: shown.note(text, "warning"),
     )
     with directory or nullcontext():
-        config = replace(config, engine=sized_engine(config, model_files, resolve_device(config)))
+        resolve_device(config)
+        config = replace(config, engine=sized_engine(config, model_files))
         parts = build_policies(
             config, model_files, ranks=ranks, base=base, scratch=options.out, on_wait=shown.note
         )
-        run = TrainingRun(
-            config,
-            model_files,
-            parts,
-            options.out,
-            directory,
-            shown,
-            loggers,
-            ranks,
-            base=base,
-            view_kind=options.view,
-        )
+        run = TrainingRun(config, parts, options.out, directory, shown, loggers, ranks, base=base)
         run.begin(options, origin)
         try:
             yield run

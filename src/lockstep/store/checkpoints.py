@@ -22,6 +22,9 @@ FINISHED = ("model", "adapter")
 ADAPTER = "adapter_config.json"
 """File of a directory with an adapter."""
 
+RunAddress = tuple[Path, int | None]
+"""A run, and the step of one of its checkpoints; None is the best, else the last."""
+
 _REPLACED = re.compile(r"\.step-(\d{6,})\.replaced")
 """Name of an old checkpoint if a kill interrupted its replacement by one of the same step."""
 _log = logging.getLogger(__name__)
@@ -145,7 +148,7 @@ def checkpoint_of(run: Run, step: int | None) -> Path:
     return found
 
 
-def split_address(target: str | os.PathLike[str]) -> tuple[Path, int | None]:
+def split_address(target: str | os.PathLike[str]) -> RunAddress:
     """`RUN@STEP` or `RUN`: the step is None where none is given. Raises ConfigError for a step that
     is no number."""
     text = os.fspath(target)

@@ -43,6 +43,7 @@ from lockstep.store.files import (
 )
 from lockstep.store.metrics import JsonlLogger, read_rows
 from lockstep.store.trajectories import (
+    Address,
     TrajectoryRecord,
     TrajectorySummary,
     find_text,
@@ -70,8 +71,6 @@ _THREADS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_NUM_THREADS")
 
 
 Status = Literal["done", "interrupted", "stopped"]
-Address = tuple[Path, int]
-"""Place of one stored trajectory: a part, and the index of its row."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -212,8 +211,7 @@ class RunDirectory:
 
         Raises RunError if `path` is not a run, or another process writes to it.
         """
-        path = Path(path)
-        _check_is_run(path)
+        path = load_run(path).path
         with ExitStack() as lock, storage_errors(path):
             lock.enter_context(hold_lock(path / "lock"))
             (path / "trajectories").mkdir(exist_ok=True)
@@ -430,19 +428,17 @@ class Run:
 
     def summaries(
         self, step: int | None = None, *, split: str = TRAIN
-    ) -> Iterator[tuple[TrajectorySummary, Address]]:
-        """The trajectories' summaries, read without their tokens, each with its address for
-        `read_row`."""
+    ) -> Iterator[TrajectorySummary]:
+        """The trajectories' summaries, read without their tokens."""
         for path in self._selected(step, split):
-            for index, summary in enumerate(read_summaries(path)):
-                yield summary, (path, index)
+            yield from read_summaries(path, split=split)
 
     def find(self, trajectory_id: str) -> TrajectoryRecord:
         """The trajectory of that id, latest step first. Raises RunError if none is stored."""
         for _, _, path in reversed(_parts(self.path)):
-            for index, summary in enumerate(read_summaries(path)):
+            for summary in read_summaries(path):
                 if summary.id == trajectory_id:
-                    return read_row(path, index)
+                    return read_row(*summary.address)
         raise RunError(
             f"{self.path} holds no trajectory {trajectory_id!r}. record.keep may have dropped it; "
             "`lockstep report` lists the stored ones."
@@ -511,25 +507,20 @@ def _figures(summary: Mapping[str, Any]) -> str:
 def load_run(path: str | os.PathLike[str]) -> Run:
     """Opens a run for reading; needs no lock. Raises RunError if `path` is not a run directory."""
     path = Path(path)
-    _check_is_run(path)
-    return Run(path)
-
-
-def _check_is_run(path: Path) -> None:
-    file = path / "environment.json"
     if not is_run(path):
         nearby = [p.parent.name for p in sorted(path.glob("*/config.json"))]
         hint = f" Did you mean one of the runs in it: {', '.join(nearby[-3:])}?" if nearby else ""
         found = "has no config.json" if path.is_dir() else "does not exist"
         raise RunError(f"{path} is not a run directory: it {found}.{hint}")
-    environment = read_json(file, RunError)
-    if missing := [k for k in ("format_version", "resumes") if k not in environment]:
+    run, file = Run(path), path / "environment.json"
+    if missing := [k for k in ("format_version", "resumes") if k not in run.environment]:
         raise RunError(f"{file} lacks {' and '.join(missing)}: it was damaged. Restore the file.")
-    if (version := environment["format_version"]) > FORMAT_VERSION:
+    if (version := run.environment["format_version"]) > FORMAT_VERSION:
         raise RunError(
             f"{path} was written in format {version}; this version of Lockstep reads up to "
             f"{FORMAT_VERSION}. Use the version that wrote it."
         )
+    return run
 
 
 def check_place(path: str | os.PathLike[str]) -> None:

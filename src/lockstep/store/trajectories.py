@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -48,20 +48,10 @@ _log = logging.getLogger(__name__)
 TRAINED = ("trainer_logprobs", "advantages", "importance_weights")
 """Columns of a segment that come from the training rows."""
 
-Values = dict[str, Float32Array]
+Address = tuple[Path, int]
+"""Place of one stored trajectory: a part, and the index of its row."""
+Values = Mapping[str, Float32Array | None]
 """Trained column -> [T] float32 of one segment."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One trajectory, as its columns are made from it."""
-
-    step: int
-    group: int
-    task: Task
-    trajectory: Trajectory
-    trained: dict[int, Values]
-    """Segment -> its values from the training rows."""
 
 
 def _list(value: pa.DataType) -> pa.ListType:
@@ -79,9 +69,9 @@ _SEGMENT_COLUMNS: tuple[tuple[str, pa.DataType, Callable[[Segment, Values], Any]
     ("is_sampled", pa.bool_(), lambda s, _: s.is_sampled),
     ("turn", pa.int32(), lambda s, _: s.turn),
     ("logprobs", _FLOATS, lambda s, _: s.logprobs),
-    ("trainer_logprobs", _FLOATS, lambda _, trained: trained.get("trainer_logprobs")),
-    ("advantages", _FLOATS, lambda _, trained: trained.get("advantages")),
-    ("importance_weights", _FLOATS, lambda _, trained: trained.get("importance_weights")),
+    ("trainer_logprobs", _FLOATS, lambda _, trained: trained["trainer_logprobs"]),
+    ("advantages", _FLOATS, lambda _, trained: trained["advantages"]),
+    ("importance_weights", _FLOATS, lambda _, trained: trained["importance_weights"]),
     ("policy_version", pa.int64(), lambda s, _: s.policy_version),
     ("finish_reason", pa.string(), lambda s, _: s.finish_reason),
     ("stop_json", pa.string(), lambda s, _: None if s.stop is None else json.dumps(s.stop)),
@@ -102,7 +92,7 @@ _AS_STORED = (
 """Fields of a segment whose columns hold their values as they are."""
 _SEGMENT = pa.struct([(name, dtype) for name, dtype, _ in _SEGMENT_COLUMNS])
 
-_COLUMNS: tuple[tuple[str, pa.DataType, Callable[[_Row], Any]], ...] = (
+_COLUMNS: tuple[tuple[str, pa.DataType, Callable[[TrajectoryRecord], Any]], ...] = (
     ("step", pa.int32(), lambda r: r.step),
     ("group", pa.int32(), lambda r: r.group),
     ("task_id", pa.string(), lambda r: _text(r.task.id)),
@@ -139,12 +129,12 @@ class TrajectoryRecord:
     """Index of its group in the step."""
     task: Task
     trajectory: Trajectory
-    trainer_logprobs: tuple[Float32Array | None, ...] = ()
+    trainer_logprobs: Sequence[Float32Array | None] = ()
     """Per segment: [T] float32, the trainer's log-probs before the update, of a sampled segment
     that was trained. None for every other."""
-    advantages: tuple[Float32Array | None, ...] = ()
+    advantages: Sequence[Float32Array | None] = ()
     """Per segment: [T] float32 in the same places."""
-    importance_weights: tuple[Float32Array | None, ...] = ()
+    importance_weights: Sequence[Float32Array | None] = ()
     """Per segment: [T] float32, the correction's factor on each token's loss, 0 where it was
     rejected; None where nothing was corrected."""
 
@@ -171,6 +161,10 @@ class TrajectorySummary:
     num_sampled_tokens: int
     max_abs_logprob_diff: float | None
     """Largest |trainer - rollout| log-prob of its tokens; None where nothing was compared."""
+    split: str
+    """"train", or the name of an evaluation."""
+    address: Address
+    """Its place, for `read_row`."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -189,28 +183,28 @@ def write_part(
     AlignmentError if its length is not its path's.
     """
     trained = _trained_values(groups, samples)
-    rows = [
-        _Row(step, index, group.task, trajectory, trained[trajectory.id])
-        for index, group in enumerate(groups)
-        for trajectory in group.trajectories
+    records = [
+        TrajectoryRecord(step=step, group=at, task=group.task, trajectory=t, **trained[t.id])
+        for at, group in enumerate(groups)
+        for t in group.trajectories
     ]
-    table = pa.Table.from_pylist([_columns(row) for row in rows], schema=SCHEMA)
+    table = pa.Table.from_pylist([_columns(record) for record in records], schema=SCHEMA)
     options = {"compression": "zstd", "row_group_size": _ROW_GROUP_SIZE}
     write_atomically(path, partial(pq.write_table, table, write_page_checksum=True, **options))
 
 
-def _columns(row: _Row) -> dict[str, Any]:
-    segments = [
-        {name: get(segment, row.trained.get(index, {})) for name, _, get in _SEGMENT_COLUMNS}
-        for index, segment in enumerate(row.trajectory.segments)
-    ]
-    return {**{name: get(row) for name, _, get in _COLUMNS}, "segments": segments}
+def _columns(record: TrajectoryRecord) -> dict[str, Any]:
+    segments: list[dict[str, Any]] = []
+    for index, segment in enumerate(record.trajectory.segments):
+        trained: Values = {name: getattr(record, name)[index] for name in TRAINED}
+        segments.append({name: get(segment, trained) for name, _, get in _SEGMENT_COLUMNS})
+    return {**{name: get(record) for name, _, get in _COLUMNS}, "segments": segments}
 
 
 def _trained_values(
     groups: Sequence[Group], samples: Iterable[Sample]
-) -> dict[str, dict[int, Values]]:
-    """Cuts the rows' per-token columns back into segments: trajectory id -> segment -> values."""
+) -> dict[str, dict[str, list[Float32Array | None]]]:
+    """Cuts the rows' per-token columns back: trajectory id -> column -> values per segment."""
     trajectories: dict[str, Trajectory] = {}
     for trajectory in (t for group in groups for t in group.trajectories):
         if trajectories.setdefault(trajectory.id, trajectory) is not trajectory:
@@ -218,7 +212,9 @@ def _trained_values(
                 f"two trajectories of one step have the id {trajectory.id!r}; training rows could "
                 "not be told apart. Ids must differ within a step."
             )
-    out: dict[str, dict[int, Values]] = {name: {} for name in trajectories}
+    out: dict[str, dict[str, list[Float32Array | None]]] = {
+        t.id: {name: [None] * len(t.segments) for name in TRAINED} for t in trajectories.values()
+    }
     for sample in samples:
         trajectory_id, _, leaf = sample.id.rpartition("/")
         trajectory = trajectories.get(trajectory_id)
@@ -235,16 +231,16 @@ def _trained_values(
             )
         columns = {**sample.columns, "trainer_logprobs": trainer_logprobs(sample)}
         for index, end in zip(path, accumulate(lengths), strict=True):
-            segment, values = trajectory.segments[index], out[trajectory_id].setdefault(index, {})
+            segment, values = trajectory.segments[index], out[trajectory_id]
             tokens = slice(end - len(segment), end)
             # Several rows may share a segment; the row that trains it overrides the others.
-            is_first = "trainer_logprobs" not in values
+            is_first = values["trainer_logprobs"][index] is None
             if not segment.is_sampled or not (sample.loss_mask[tokens].any() or is_first):
                 continue
             for name in TRAINED:
                 column = columns.get(name)
                 if column is not None and not np.isnan(column[tokens]).all():
-                    values[name] = column[tokens]
+                    values[name][index] = column[tokens]
     return out
 
 
@@ -259,11 +255,11 @@ def trainer_logprobs(sample: Sample) -> Float32Array | None:
     return next((c for c in columns if c is not None and c is not rollout), None)
 
 
-def _max_abs_diff(row: _Row) -> float | None:
+def _max_abs_diff(record: TrajectoryRecord) -> float | None:
     """Largest |trainer - rollout| log-prob of a trajectory; None where nothing was compared."""
     gaps: list[float] = []
-    for index, values in row.trained.items():
-        trainer, rollout = values.get("trainer_logprobs"), row.trajectory.segments[index].logprobs
+    for trainer, segment in zip(record.trainer_logprobs, record.trajectory.segments, strict=True):
+        rollout = segment.logprobs
         if trainer is not None and rollout is not None:
             gap = np.abs(trainer.astype(np.float64) - rollout)
             gaps += gap[~np.isnan(gap)].tolist()
@@ -314,12 +310,13 @@ def read_part(path: Path) -> Iterator[TrajectoryRecord]:
             raise ValueError(f"{num_left} of its {part.metadata.num_rows} rows are missing")
 
 
-def read_summaries(path: Path) -> list[TrajectorySummary]:
+def read_summaries(path: Path, *, split: str = "train") -> list[TrajectorySummary]:
     """The summary columns of one part, in the order written."""
-    columns = [field.name for field in dataclasses.fields(TrajectorySummary)]
+    fields = (field.name for field in dataclasses.fields(TrajectorySummary))
+    columns = [name for name in fields if name in SCHEMA.names]
     with _open(path) as part:
         rows = part.read(columns=columns, use_threads=False).to_pylist()
-    return [TrajectorySummary(**row) for row in rows]
+    return [TrajectorySummary(**row, split=split, address=(path, n)) for n, row in enumerate(rows)]
 
 
 def find_text(path: Path, text: str) -> tuple[list[int], int]:
@@ -421,7 +418,7 @@ def _record(row: dict[str, Any], where: str) -> TrajectoryRecord:
             group=row["group"],
             task=Task(id=row["task_id"], payload=payload, source=row["task_source"]),
             trajectory=trajectory,
-            **{name: tuple(_floats(s.get(name)) for s in segments) for name in TRAINED},
+            **{name: [_floats(s.get(name)) for s in segments] for name in TRAINED},
         )
     except (LockstepError, ValueError, TypeError, LookupError) as error:
         raise DataError(f"{where}: cannot be read: {str(error).rstrip('.')}.") from error

@@ -40,7 +40,7 @@ def test_the_json_is_the_stored_trajectory(stored, capsys):
 
 
 def test_the_tokens_of_a_turn_are_listed_with_the_log_probs_of_both_sides(run, capsys):
-    summary, _ = next(load_run(run).summaries(0))
+    summary = next(load_run(run).summaries(0))
     code, out, _ = text_of(capsys, f"{run}#{summary.id}", "--tokens")
     assert code == OK and "turn 1, sampled by version 0" in out
     row = load_run(run).find(summary.id).trajectory.row(find(f"{run}#{summary.id}").leaf)

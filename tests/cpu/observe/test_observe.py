@@ -247,7 +247,7 @@ def test_plain_lines_say_the_step_in_one_line_and_an_alarm_once():
     assert lines.pop(-2) == "eval  step 4: greedy 0.5, sampled pass@4 0.75"
     assert lines[0] == "model tiny"
     assert lines[1] == (
-        "step   0/110  reward 0  loss 0.1  kl 3e-09  0.6 s  sample 4000 tok/s  train 5600 tok/s"
+        "step   0/110  reward 0  loss 0.1  kl 3e-09  0.6 s  sample 4,000 tok/s  train 5,600 tok/s"
         "  left 1:08"
     )
     assert [line for line in lines if line.startswith("critical: mismatch 0.5")] == [lines[4]]

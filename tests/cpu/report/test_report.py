@@ -229,7 +229,7 @@ def test_the_extremes_are_always_shown(runs, tmp_path):
     )
     shown = {(t["step"], t["id"], t["split"]) for t in document["trajectories"]}
     assert len(shown) == 20
-    stored = [summary for summary, _ in runs[2].summaries()]
+    stored = [*runs[2].summaries()]
     worst = max(stored, key=lambda s: s.max_abs_logprob_diff or 0)
     assert (worst.step, worst.id, "train") in shown
     rewards = [t["reward"] for t in document["trajectories"] if "best reward" in t["why"]]
@@ -253,7 +253,7 @@ def test_without_an_alarm_a_success_beside_failures_with_the_most_turns_is_shown
     write_report(runs[:1], tmp_path / "r.html")
     document = json.loads((tmp_path / "r.json").read_text())
     first = document["trajectories"][document["first"]["index"]]
-    stored = [summary for summary, _ in runs[0].summaries() if math.isfinite(summary.reward)]
+    stored = [summary for summary in runs[0].summaries() if math.isfinite(summary.reward)]
     rewards = {}
     for each in stored:
         rewards.setdefault((each.step, each.group), []).append(each.reward)

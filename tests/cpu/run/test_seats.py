@@ -232,7 +232,7 @@ def test_eval_plays_held_out_matches_against_any_opponent(self_play, capsys):
 
 def test_doctor_replay_and_report_read_a_run_with_seats(against_frozen, capsys):
     assert main(["doctor", str(against_frozen), "--model", "own"]) == OK
-    ids = [summary.id for summary, _ in load_run(against_frozen).summaries()]
+    ids = [summary.id for summary in load_run(against_frozen).summaries()]
     frozen = next(id for id in ids if id.endswith("/second"))
     assert main(["replay", f"{against_frozen}#{frozen}"]) == OK
     assert "second" in capsys.readouterr().out

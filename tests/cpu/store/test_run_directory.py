@@ -49,8 +49,8 @@ def test_a_run_is_read_back_as_it_was_written(tmp_path):
     environment = run.environment
     assert environment["fingerprint"] == "f" and environment["architecture"] == "moe"
     assert environment["pid"] == os.getpid() and environment["versions"]["numpy"] == np.__version__
-    summary, address = next(run.summaries(1))
-    assert_same(groups(2, 1)[0].trajectories[0], read_row(*address).trajectory)
+    summary = next(run.summaries(1))
+    assert_same(groups(2, 1)[0].trajectories[0], read_row(*summary.address).trajectory)
     assert run.find(summary.id).step == 2, "the latest of that id"
 
 

@@ -58,10 +58,7 @@ def test_a_run_records_how_far_its_syncs_were_verified(tmp_path):
         assert row["sync/level"] >= 2 and row["sync/alarm"] == 0
         assert row["sync/probe_gap"] < 1e-3
     assert not (outcome.path / "weights").exists(), "nothing is left of what was sent"
-    document = build_document(
-        [run], tokenizers=[None], recipes=[None], title="", num_trajectories=200, num_tokens=120_000
-    )
-    assert document["runs"][0]["sync"] == facts["line"]
+    assert build_document([run])["runs"][0]["sync"] == facts["line"]
 
 
 def test_an_update_whose_sync_fails_is_in_a_checkpoint(tmp_path):
