@@ -91,6 +91,8 @@ class GatewaySession:
         self._running = Background()
         self._by_key: dict[str, asyncio.Task[Answer]] = {}
         """Requests in progress, and answered requests."""
+        self.num_first_attempts: Counter[str] = Counter()
+        """First attempts by a digest of the body; a retry has the key of the latest."""
         self._asked: Counter[str] = Counter()
         """Number of requests to the engine, by a digest of the prompt."""
         self._rewards: dict[int | None, float] = {}
