@@ -31,16 +31,7 @@ from lockstep.agent.gateway.reading import Dialogues
 from lockstep.agent.gateway.tree import Answer, History, Tree
 from lockstep.agent.guard import checked_number, checked_numbers, described
 from lockstep.agent.tasks import derive_seed
-from lockstep.agent.turns import (
-    OutOfTime,
-    Prompt,
-    Turn,
-    TurnSampler,
-    count,
-    offer,
-    turn_ids,
-    turn_segments,
-)
+from lockstep.agent.turns import OutOfTime, Prompt, Turn, TurnSampler, count, offer
 from lockstep.engines.grammar import grammar_problem
 from lockstep.errors import ConfigError, EngineDownError, EngineError, MissingExtraError
 from lockstep.launch.background import Background
@@ -445,8 +436,8 @@ class GatewaySession:
         last = trajectory.segments[leaf]
         if is_repeated:
             count(trajectory, "gateway/repeated_requests")
-        ids = turn_ids(trajectory, leaf)
-        logprobs = [trajectory.segments[i].logprobs for i in turn_segments(trajectory, leaf)]
+        turn = trajectory.runs(leaf)[-1]
+        ids, logprobs = trajectory.ids_of(turn), [trajectory.segments[i].logprobs for i in turn]
         assert last.policy_version is not None and last.finish_reason is not None
         return TurnReply(
             message=answer.message,
