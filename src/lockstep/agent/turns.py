@@ -148,11 +148,9 @@ class TurnSampler:
         self.max_tokens = min(budget.max_tokens, engine.capabilities.max_tokens)
         """Tokens that a path may have."""
 
-    async def encoded(
-        self, make: Callable[[], T], rehearse: Callable[[], object] | None = None
-    ) -> T:
+    async def encoded(self, make: Callable[[], T]) -> T:
         """See `large_texts.encoded`."""
-        return await encoded(make, max_tokens=self.max_tokens, rehearse=rehearse)
+        return await encoded(make, max_tokens=self.max_tokens)
 
     async def sample(
         self,

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 
@@ -37,9 +37,7 @@ from lockstep.errors import ConfigError, EngineDownError, EngineError, MissingEx
 from lockstep.launch.background import Background
 from lockstep.renderers.base import Constraining, Constraint
 from lockstep.renderers.large_texts import TextTooLargeError
-from lockstep.types import Int32Array, SamplingParams
-
-T = TypeVar("T")
+from lockstep.types import SamplingParams
 
 SamplingRule = Literal["run", "client"]
 """Source of temperature, top-p, top-k and seed: the run's settings, for tokens that are trained, or
@@ -183,12 +181,8 @@ class GatewaySession:
     async def count_tokens(self, request: TurnRequest) -> int:
         """Ids of the prompt that `reply` would send. Nothing of the session changes."""
         self._check_open()
-        dialogue = History.of(request, self._tree)
-
-        def ids() -> Int32Array:
-            return self._drafts.prompt_ids(self._drafts.draft(dialogue).place)
-
-        return len(await self._encoded(ids))
+        drafted = await self._draft(History.of(request, self._tree))
+        return len(self._drafts.prompt_ids(drafted.place))
 
     async def set_reward(
         self, reward: float, *, parts: Mapping[str, float], leaf: int | None = None
@@ -274,10 +268,12 @@ class GatewaySession:
             raise self._exhaust("max_seconds", "the session's time is over")
         if len(self._tree.answers) + len(self._running) > limit:
             raise self._exhaust("max_turns", f"{limit} turns are over")
-        drafted, prompt_ids = await self._encoded(
-            partial(self._enter, dialogue), partial(self._drafts.draft, dialogue)
-        )
-        place = drafted.place
+        drafted = await self._draft(dialogue)
+        # Without an await in between: the tree must not have changed.
+        place, prompt_ids = drafted.place, self._drafts.prompt_ids(drafted.place)
+        if len(prompt_ids) >= self._sampler.max_tokens:
+            raise self._overflow(f"token {len(prompt_ids)}")
+        self._drafts.insert(drafted)
         if place.why is None:
             place.why = drafted.reason
         # Not by time: concurrent requests do not change each other's draws.
@@ -325,21 +321,9 @@ class GatewaySession:
         name = "max_seconds" if turn.finish_reason == "abort" else name
         return f"{name}: the last turn was cut at {num_ids} tokens"
 
-    def _enter(self, dialogue: History) -> tuple[Draft, Int32Array]:
-        """Adds the request to the tree, which does not change meanwhile. Returns its draft and
-        prompt."""
-        drafted = self._drafts.draft(dialogue)
-        prompt_ids = self._drafts.prompt_ids(drafted.place)
-        if len(prompt_ids) >= self._sampler.max_tokens:
-            raise self._overflow(f"token {len(prompt_ids)}")
-        self._drafts.insert(drafted)
-        return drafted, prompt_ids
-
-    async def _encoded(
-        self, make: Callable[[], T], rehearse: Callable[[], object] | None = None
-    ) -> T:
+    async def _draft(self, dialogue: History) -> Draft:
         try:
-            return await self._sampler.encoded(make, rehearse)
+            return await self._sampler.encoded(partial(self._drafts.draft, dialogue))
         except TextTooLargeError as error:
             raise self._overflow(f"token {error.num_tokens} or later") from None
 
