@@ -968,15 +968,12 @@ class Trajectory:
     def runs(self, leaf: int) -> list[list[int]]:
         """The path to `leaf`, with the segments of each turn together: a turn that spans weight
         updates has several."""
-        runs: list[list[int]] = []
-        is_open = False
+        runs: list[list[int]] = [[]]
         for index in self.path(leaf):
-            if is_open:
-                runs[-1].append(index)
-            else:
-                runs.append([index])
-            is_open = self.segments[index].finish_reason == "weight_update"
-        return runs
+            runs[-1].append(index)
+            if self.segments[index].finish_reason != "weight_update":
+                runs.append([])
+        return runs[:-1]
 
     def num_routed(self, leaf: int) -> int:
         """Number of positions with routes, without a gap, from the beginning of the path to `leaf`:
