@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypedDict, Unpack, cast
 
@@ -941,8 +941,22 @@ class Trajectory:
 
     def path_ids(self, leaf: int | None) -> Int32Array:
         """The ids from the root to the end of `leaf`, as the engine read them; empty for None."""
-        path = [] if leaf is None else self.path(leaf)
-        return np.concatenate([np.empty(0, np.int32), *(self.segments[i].token_ids for i in path)])
+        return self.ids_of([] if leaf is None else self.path(leaf))
+
+    def ids_of(self, segments: Iterable[int]) -> Int32Array:
+        """The ids of these segments, one after another."""
+        ids = [self.segments[index].token_ids for index in segments]
+        return np.concatenate([np.empty(0, np.int32), *ids])
+
+    def runs(self, leaf: int) -> list[list[int]]:
+        """The path to `leaf`, with the segments of each turn together: a turn that spans weight
+        updates has several."""
+        runs: list[list[int]] = [[]]
+        for index in self.path(leaf):
+            runs[-1].append(index)
+            if self.segments[index].finish_reason != "weight_update":
+                runs.append([])
+        return runs[:-1]
 
     def num_routed(self, leaf: int) -> int:
         """Number of positions with routes, without a gap, from the beginning of the path to `leaf`:

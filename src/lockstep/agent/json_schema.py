@@ -97,7 +97,7 @@ def _unique(_: Any, expected: Any, value: Any, __: Any) -> Iterator[ValidationEr
         written = [canonical(each) for each in value]
         _spend(len(written) + sum(map(len, written)) / 16)
         if len(set(written)) < len(written):
-            yield ValidationError(f"{_short(value)} has non-unique elements")
+            yield ValidationError(f"{shown(value)} has non-unique elements")
 
 
 def _evolve(validator: Any, **changes: Any) -> Any:
@@ -156,9 +156,9 @@ def _said(error: ValidationError, where: str, path: Iterable[str | int]) -> str:
         case "type":
             return f"{where} must be {' or '.join(_listed(expected))}, found {json_type(found)}"
         case "enum":
-            return f"{where} must be one of {json.dumps(expected)}, found {_short(found)}"
+            return f"{where} must be one of {json.dumps(expected)}, found {shown(found)}"
         case "const":
-            return f"{where} must be {json.dumps(expected)}, found {_short(found)}"
+            return f"{where} must be {json.dumps(expected)}, found {shown(found)}"
         case "required":
             return f"{where} lacks {next(name for name in expected if name not in found)!r}"
         case "additionalProperties":
@@ -178,7 +178,7 @@ def schema_problem(schema: Any) -> str:
     """Describes why `schema` cannot describe an object of arguments, or returns ""."""
     if not isinstance(schema, Mapping) or schema.get("type", "object") != "object":
         found = schema.get("type") if isinstance(schema, Mapping) else schema
-        return f"arguments are an object, and its type is {_short(found)}"
+        return f"arguments are an object, and its type is {shown(found)}"
     try:
         with _limited(MAX_SCHEMA_STEPS):
             # A reference may lead to a part that is no schema by its place.
@@ -325,6 +325,7 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def _short(value: Any) -> str:
+def shown(value: Any) -> str:
+    """The beginning of a value, as JSON."""
     text = json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -513,8 +513,8 @@ class RolloutOptions:
 
     step: int = 0
     split: str = "train"
-    slots: EpisodeSlots | None = None
-    """Limits concurrent episodes or matches; None runs all."""
+    slots: EpisodeSlots = field(default_factory=EpisodeSlots)
+    """Limits concurrent episodes or matches."""
     order: Callable[[], int] = lambda: 0
     """Priority of these episodes in the engine, evaluated for each turn; lower comes first."""
     rescorer: Rescorer | None = None
@@ -580,7 +580,6 @@ async def collect(
     stays in its group with status "failed". Cancelling closes every environment.
     """
     options = options or RolloutOptions()
-    slots = options.slots or EpisodeSlots()
 
     def episode_of(task: Task, name: str, seed: int) -> _Episode:
         trajectory = Trajectory(id=name, task_id=task.id)
@@ -596,7 +595,7 @@ async def collect(
     async def work(
         task: Task, group: list[_Episode], episode: _Episode, score_group: GroupScorer | None
     ) -> None:
-        async with slots:
+        async with options.slots:
             await episode.play(make_environment, task)
             finished = [episode]
             if score_group is None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.guard import CLOSE_SECONDS, checked_messages, described, guarded
-from lockstep.agent.loop import EpisodeSlots, RolloutOptions, play_episode
+from lockstep.agent.loop import RolloutOptions, play_episode
 from lockstep.agent.match import Match, OutOfBudget
 from lockstep.agent.tasks import derive_seed
 from lockstep.agent.turns import Budget, Policy
@@ -43,11 +43,10 @@ async def collect_matches(
     A player that was never asked has no trajectory. budget: of each conversation.
     """
     options = options or RolloutOptions()
-    slots = options.slots or EpisodeSlots()
 
     async def work(task: Task, name: str, seed: int) -> list[Trajectory]:
         table = _RunningMatch(seats, task, budget, options, id=name, seed=seed)
-        async with slots:
+        async with options.slots:
             played = await table.play(make_match)
         options.on_progress(played[0])
         return played

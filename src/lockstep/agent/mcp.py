@@ -8,7 +8,6 @@ and a counter.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import json
 import logging
@@ -19,26 +18,26 @@ import shlex
 import shutil
 import sys
 import tempfile
-import threading
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, TextIO, TypeVar
+from functools import partial
+from typing import Any, TextIO
 
 from lockstep.agent.json_schema import schema_problem, simplified
 from lockstep.agent.tools import Tool, ToolFailure, ToolOutput
 from lockstep.config import did_you_mean
 from lockstep.errors import ConfigError, LockstepError, ToolServerError, require_package
 from lockstep.launch import keeper
+from lockstep.launch.background import STOP_SECONDS, in_background
 
-T = TypeVar("T")
+# Many servers log to their output; the SDK must not print a traceback for each line.
+logging.getLogger("mcp").addHandler(logging.NullHandler())
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 """Names that formats of tool calls can carry."""
 MAX_CHARS = 16_384
 """Characters of a tool's description and schema together; every prompt contains them."""
 MAX_TOOLS = 256
-STOP_SECONDS = 10.0
 PING_SECONDS = 5.0
 """Seconds within which a server that was too slow for a call must answer another request, unless
 calls have less."""
@@ -133,7 +132,7 @@ class ToolServer:
 
         Raises ToolServerError if it cannot be started or offers something unusable.
         """
-        await _in_background(self._connected({}))
+        await in_background(self._connected({}))
         return self.known_tools(call_seconds=call_seconds)
 
     def known_tools(self, *, call_seconds: float = 30.0) -> tuple[Tool, ...]:
@@ -153,10 +152,10 @@ class ToolServer:
     async def close(self) -> None:
         """Ends the connection, and the process if it was started here."""
         if self._connection is not None:
-            await _in_background(self._disconnect())
+            await in_background(self._disconnect())
 
     async def _call(self, _name: str, _seconds: float, /, **arguments: Any) -> ToolOutput:
-        return await _in_background(self._call_there(_name, _seconds, arguments))
+        return await in_background(self._call_there(_name, _seconds, arguments))
 
     # -- in the background loop -------------------------------------------------------------------
 
@@ -258,6 +257,7 @@ class ToolServer:
 @contextlib.asynccontextmanager
 async def _client_of(address: ServerAddress, errors: TextIO) -> AsyncIterator[Any]:
     """Connects the SDK's client. errors: takes the error output of a command."""
+    require_package("mcp", extra="mcp", needed_for="an MCP server")
     import httpx2
     from mcp import Client, StdioServerParameters, stdio_client
     from mcp.client.streamable_http import streamable_http_client
@@ -381,35 +381,3 @@ def _words(error: BaseException) -> str:
     error = _first_cause(error)
     text = " ".join(str(error).partition("For further information visit")[0].split())
     return f"{type(error).__name__}: {text}".removesuffix(": ")
-
-
-# -- where connections live -----------------------------------------------------------------------
-
-
-@cache
-def _background_loop() -> asyncio.AbstractEventLoop:
-    """One loop in a thread of its own: a connection outlives the event loop of a training step, and
-    the SDK ties it to the loop that opened it."""
-    require_package("mcp", extra="mcp", needed_for="an MCP server")
-    # Many servers log to their output; the SDK must not print a traceback for each line.
-    logging.getLogger("mcp").addHandler(logging.NullHandler())
-    runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-    loop, is_over = runner.get_loop(), asyncio.Event()
-
-    def work() -> None:
-        with runner:  # its end cancels all connections
-            runner.run(is_over.wait())
-
-    thread = threading.Thread(target=work, name="lockstep-mcp", daemon=True)
-    thread.start()
-
-    def stop() -> None:
-        loop.call_soon_threadsafe(is_over.set)
-        thread.join(STOP_SECONDS)
-
-    atexit.register(stop)
-    return loop
-
-
-def _in_background(work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
-    return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _background_loop()))

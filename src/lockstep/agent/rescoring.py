@@ -74,8 +74,8 @@ class Rescorer:
         self._put_back(_Turn(trajectory, trajectory.rescorings, trajectory.path_ids(leaf), spans))
 
     def drop(self, trajectory: Trajectory) -> None:
-        """Drops the turns of a failed episode: waiting ones are not scored, results of running ones
-        are not kept."""
+        """Drops the turns of a failed episode: waiting ones are not scored, and results of running
+        ones go with the object that held them."""
         trajectory.rescorings = None
 
     async def wait(self, trajectories: Iterable[Trajectory]) -> None:
@@ -118,8 +118,7 @@ class Rescorer:
 
     async def _score(self, turn: _Turn) -> None:
         if turn.is_dropped or not turn.is_by(self._engine.version):
-            if not turn.is_dropped:
-                turn.rescorings.num_stale += self._num_scorings - turn.num_tried
+            turn.rescorings.num_stale += self._num_scorings - turn.num_tried
             turn.num_tried = self._num_scorings
         else:
             turn.num_tried += 1
@@ -175,8 +174,6 @@ class _Turn:
 
     def keep(self, scores: Scores) -> None:
         """Keeps scores by the weights that sampled the turn, and counts the others."""
-        if self.is_dropped:
-            return
         if len(scores.logprobs) != len(self.ids):
             raise EngineError(
                 f"trajectory {self.trajectory.id}: the engine scored {len(scores.logprobs)} ids of "

@@ -344,42 +344,40 @@ class ToolRunner:
             known = ", ".join(self.tools) or "there are none"
             text = f"error: unknown tool {call.name!r}; tools: {known}"
             return ToolOutput(text=text), "unknown"
+        parse = functools.partial(parse_arguments, call.arguments, entry)
         try:
-            parse = functools.partial(parse_arguments, call.arguments, entry)
             # A schema of somebody else's server may take a second.
             arguments = parse() if entry.is_instant else await asyncio.to_thread(parse)
-            return await self._invoke(entry, arguments, seed), "ok"
         except ValueError as error:
             return ToolOutput(text=f"error: {error}"), "invalid_arguments"
+        try:
+            return await self._invoke(entry, arguments, seed), "ok"
+        except (SandboxError, ToolServerError):  # not the model's fault
+            raise
         except TookTooLong:
             text = f"error: {entry.name} took longer than {self.limits.timeout_seconds:g} s"
             return ToolOutput(text=text), "timeouts"
         except ToolFailure as error:
             return ToolOutput(text=f"error: {error}", metrics=error.metrics), error.outcome
-
-    async def _invoke(self, entry: Tool, arguments: dict[str, Any], seed: int | None) -> ToolOutput:
-        """Returns the result of a call. Raises TookTooLong, SandboxError and ToolServerError (not
-        the model's fault), and ToolFailure for everything else that the tool raised."""
-        call = functools.partial(entry.function, **arguments)
-        of_object = getattr(entry.function, "__call__", None)  # noqa: B004 - may be async
-        is_coroutine = any(map(inspect.iscoroutinefunction, (entry.function, of_object)))
-        try:
-            if entry.is_instant:
-                return result_of(settle(lambda: as_output(call())))
-            if is_coroutine:
-                seconds = None if entry.bounds_itself else self.limits.timeout_seconds
-                return await guarded(call, check=as_output, seconds=seconds, seed=seed)
-            in_thread = functools.partial(in_daemon_thread, lambda: as_output(call()))
-            return result_of(await guarded(in_thread, seconds=self.limits.timeout_seconds))
-        except (TookTooLong, SandboxError, ToolServerError, ToolFailure):
-            raise
         except ForeignExit as error:
             is_cancelled = isinstance(error.__cause__, asyncio.CancelledError)
             text = "the tool cancelled itself" if is_cancelled else str(error)
-            raise ToolFailure(text) from error
         except Exception as error:
-            name, (text, _) = type(error).__name__, settle(error.__str__)
-            raise ToolFailure(f"{name}: {text}" if text else name) from error
+            text, _ = settle(error.__str__)
+            text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        return ToolOutput(text=f"error: {text}"), "errors"
+
+    async def _invoke(self, entry: Tool, arguments: dict[str, Any], seed: int | None) -> ToolOutput:
+        """Returns the result of a call, or raises TookTooLong or whatever the tool raised."""
+        call = functools.partial(entry.function, **arguments)
+        if entry.is_instant:
+            return result_of(settle(lambda: as_output(call())))
+        of_object = getattr(entry.function, "__call__", None)  # noqa: B004 - may be async
+        if any(map(inspect.iscoroutinefunction, (entry.function, of_object))):
+            seconds = None if entry.bounds_itself else self.limits.timeout_seconds
+            return await guarded(call, check=as_output, seconds=seconds, seed=seed)
+        in_thread = functools.partial(in_daemon_thread, lambda: as_output(call()))
+        return result_of(await guarded(in_thread, seconds=self.limits.timeout_seconds))
 
 
 def as_output(value: Any) -> ToolOutput:

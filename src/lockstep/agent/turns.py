@@ -148,11 +148,9 @@ class TurnSampler:
         self.max_tokens = min(budget.max_tokens, engine.capabilities.max_tokens)
         """Tokens that a path may have."""
 
-    async def encoded(
-        self, make: Callable[[], T], rehearse: Callable[[], object] | None = None
-    ) -> T:
+    async def encoded(self, make: Callable[[], T]) -> T:
         """See `large_texts.encoded`."""
-        return await encoded(make, max_tokens=self.max_tokens, rehearse=rehearse)
+        return await encoded(make, max_tokens=self.max_tokens)
 
     async def sample(
         self,
@@ -316,21 +314,6 @@ class TurnSampler:
             count(self.trajectory, "abort_errors", 1)
 
 
-def turn_segments(trajectory: Trajectory, leaf: int) -> list[int]:
-    """The segments of the turn that ends with `leaf`: one, or one per policy version."""
-    out, above = [leaf], trajectory.segments[leaf].parent
-    while above is not None and trajectory.segments[above].finish_reason == "weight_update":
-        out.append(above)
-        above = trajectory.segments[above].parent
-    return out[::-1]
-
-
-def turn_ids(trajectory: Trajectory, leaf: int) -> Int32Array:
-    """All ids of the turn that ends with the segment `leaf`."""
-    segments = [trajectory.segments[i].token_ids for i in turn_segments(trajectory, leaf)]
-    return segments[0] if len(segments) == 1 else np.concatenate(segments)
-
-
 def fork_without_thinking(
     trajectory: Trajectory, leaf: int | None, renderer: Renderer, *, behind: Sequence[Observed] = ()
 ) -> tuple[int | None, list[Observed]] | None:
@@ -343,8 +326,9 @@ def fork_without_thinking(
     encoded again only behind a turn that was cut off while it thought, because they began with the
     close of the thinking.
     """
-    runs = [] if leaf is None else _runs(trajectory, leaf)
-    path = [*(run for _, run in runs), *behind]
+    runs = [] if leaf is None else trajectory.runs(leaf)
+    path = [Observed(trajectory.ids_of(r), trajectory.segments[r[-1]].messages) for r in runs]
+    path += behind
     opening, parts = list(renderer.thinking_opening), [run.ids.tolist() for run in path]
     for at, run in enumerate(path):
         if not run.is_turn:
@@ -368,19 +352,6 @@ def fork_without_thinking(
         )
         for run, ids in zip(path[first:], parts[first:], strict=True)
     ]
-
-
-def _runs(trajectory: Trajectory, leaf: int) -> list[tuple[int, Observed]]:
-    """(first segment, ids) of each turn of a path, and of the observations between two turns."""
-    runs: list[tuple[int, Observed]] = []
-    first: int | None = None
-    for index in trajectory.path(leaf):
-        segment = trajectory.segments[index]
-        first = index if first is None else first
-        if segment.finish_reason != "weight_update":
-            runs.append((first, Observed(turn_ids(trajectory, index), segment.messages)))
-            first = None
-    return runs
 
 
 def count(trajectory: Trajectory, name: str, amount: float = 1) -> None:

@@ -89,14 +89,12 @@ def watch(
             "then watch.verl, .slime, .prime_rl, .tinker or .rows in its loop."
         )
     watching = _watch_of(target, directory=directory, tokenizer=tokenizer, **options)
-    before: _Session | None = getattr(target, "_lockstep", None)
     if not isinstance(target, LockstepMixin):
         kind = type(target)
         target.__class__ = type(kind.__name__, (LockstepMixin, kind), {})
-    if before is None:
-        target._lockstep = _Session(trainer=target, watching=watching, strict=strict)
-    else:
-        target._lockstep = replace(before, watching=watching, strict=strict)
+    session = target._lockstep or _Session(trainer=target, strict=strict)
+    session.watching, session.strict = watching, strict
+    target._lockstep = session
     return watching
 
 
@@ -188,8 +186,8 @@ class _Session:
     """A trainer, and its batch of generations on the way to the first loss."""
 
     trainer: Any
-    watching: Watch | None
     strict: bool
+    watching: Watch | None = None
     correction: Correction | None = None
     sampler: Sampler | None = None
     first_scores: torch.Tensor | None = None
@@ -211,8 +209,6 @@ class _Session:
         own = super(LockstepMixin, trainer)
         self.guarded(lambda: _check_there(HOOKS, [name for name in HOOKS if hasattr(own, name)]))
         self.guarded(lambda: _check_one_device(trainer.model))
-        if self.watching is not None:
-            _tell_facts(self.watching, trainer)
         _use_decoder(trainer)
 
     def guarded(self, function: Callable[[], Any]) -> Any:
@@ -470,19 +466,13 @@ def _padded(rows: Sequence[Sequence[float]], like: Any) -> Any:
 def _watch_of(
     trainer: Any, *, directory: str | Path | None = None, tokenizer: Any = None, **options: Any
 ) -> Watch:
-    place = Path(trainer.args.output_dir) / "doctor" if directory is None else Path(directory)
+    """A watch that knows what the trainer's settings tell."""
+    args, config = trainer.args, getattr(trainer.model, "config", None)
+    place = Path(args.output_dir) / "doctor" if directory is None else Path(directory)
     tokenizer = tokenizer or getattr(trainer, "processing_class", None)
-    return Watch(place, tokenizer=tokenizer, **options)
-
-
-def _tell_facts(watching: Watch, trainer: Any) -> None:
-    args = trainer.args
+    watching = Watch(place, tokenizer=tokenizer, **options)
     if getattr(trainer, "rollout_func", None) is None:  # else only it knows how replies end
         watching.learn(stop_ids=frozenset(getattr(trainer, "eos_token_ids", ())))
-    config = getattr(trainer.model, "config", None)
-    watching.learn(
-        model=str(getattr(config, "_name_or_path", "")),
-        temperature=getattr(args, "temperature", None),
-        top_p=getattr(args, "top_p", None),
-        top_k=getattr(args, "top_k", None),
-    )
+    drawn = {name: getattr(args, name, None) for name in ("temperature", "top_p", "top_k")}
+    watching.learn(model=str(getattr(config, "_name_or_path", "")), **drawn)
+    return watching

@@ -73,14 +73,12 @@ CURRENT: ContextVar[Call | None] = ContextVar("CURRENT", default=None)
 """The call whose texts `Tokenizer.encode` encodes; None outside of `encoded`."""
 
 
-async def encoded(
-    make: Callable[[], T], *, max_tokens: int, rehearse: Callable[[], object] | None = None
-) -> T:
+async def encoded(make: Callable[[], T], *, max_tokens: int) -> T:
     """Returns `make()`, which encodes text, without keeping the event loop from other work.
 
-    If the texts are large, `rehearse` runs in a thread first. It encodes the same texts, has no
-    effects and may see a state that changes meanwhile; None is `make` itself. `make` then runs on
-    the event loop and finds the ids. max_tokens: tokens that a path may have. Raises
+    `make` has no effects. If the texts are large, it runs in a thread first, where it may see a
+    state that changes meanwhile. It then runs on the event loop and finds the ids; nothing else
+    runs before its result is returned. max_tokens: tokens that a path may have. Raises
     TextTooLargeError by the length alone if they cannot fit, and what `make` raises.
     """
     call = Call(max_tokens)
@@ -90,7 +88,7 @@ async def encoded(
         except _Large:
             pass
         num_known = len(call.known)
-        rehearsal = partial(call.run, rehearse or make, is_beside=True)
+        rehearsal = partial(call.run, make, is_beside=True)
         try:
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(_THREADS, copy_context().run, rehearsal)

@@ -167,26 +167,20 @@ def turns_of(trajectory: Trajectory, leaf: int) -> list[SampledTurn]:
     once."""
     turns: list[SampledTurn] = []
     before: list[Message] = []
-    ids: list[Int32Array] = []
-    logprobs: list[Float32Array] = []
-    for index in trajectory.path(leaf):
-        segment = trajectory.segments[index]
-        if not segment.is_sampled or segment.logprobs is None:
-            before += segment.messages
+    for run in trajectory.runs(leaf):
+        messages = trajectory.segments[run[-1]].messages
+        logprobs = [found for i in run if (found := trajectory.segments[i].logprobs) is not None]
+        if not logprobs:
+            before += messages
             continue
-        ids.append(segment.token_ids)
-        logprobs.append(segment.logprobs)
-        if segment.finish_reason == "weight_update":
-            continue
-        turns.append(
-            SampledTurn(
-                before=tuple(before),
-                token_ids=np.concatenate(ids),
-                logprobs=np.concatenate(logprobs),
-                message=segment.messages[-1],
-            )
+        turn = SampledTurn(
+            before=tuple(before),
+            token_ids=trajectory.ids_of(run),
+            logprobs=np.concatenate(logprobs),
+            message=messages[-1],
         )
-        before, ids, logprobs = [], [], []
+        turns.append(turn)
+        before = []
     return turns
 
 

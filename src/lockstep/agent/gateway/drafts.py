@@ -14,7 +14,7 @@ import numpy as np
 
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.tree import Answer, History, Input, Reason, Tree, altered_from
-from lockstep.agent.turns import Observed, TurnSampler, count, fork_without_thinking, turn_ids
+from lockstep.agent.turns import Observed, TurnSampler, count, fork_without_thinking
 from lockstep.errors import RendererError
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.pieces import first_difference
@@ -186,7 +186,7 @@ class Drafts:
     def _ids_of(self, answer: Answer) -> Int32Array:
         if answer.segment is None:
             return answer.parts[0].ids
-        return turn_ids(self._trajectory, answer.segment)
+        return self._trajectory.ids_of(self._trajectory.runs(answer.segment)[-1])
 
     def prompt_ids(self, place: Input) -> Int32Array:
         leaf, parts = self.recorded_part(place)

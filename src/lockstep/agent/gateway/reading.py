@@ -16,6 +16,7 @@ from lockstep import dialogues
 from lockstep.agent.config import MIN_TEMPERATURE
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest
 from lockstep.agent.gateway.fields import FIELDS
+from lockstep.agent.json_schema import shown
 from lockstep.errors import DataError, FieldError
 from lockstep.renderers.base import Constraint, Renderer
 from lockstep.renderers.calls import load_json
@@ -263,12 +264,6 @@ class Value:
 def _without_nulls(value: Any) -> Any:
     is_object = isinstance(value, dict)
     return {key: v for key, v in value.items() if v is not None} if is_object else value
-
-
-def shown(value: Any) -> str:
-    """The beginning of a value, as JSON."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 # -- turns, tools and dialogues -------------------------------------------------------------------

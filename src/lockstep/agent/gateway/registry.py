@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.gateway.session import GatewaySession
+from lockstep.launch.background import Background
 from lockstep.types import Task
 
 SWEEPS_PER_TIMEOUT = 4
@@ -40,7 +41,7 @@ class SessionRegistry:
         self._by_key: dict[str, GatewaySession] = {}
         self._offers: asyncio.Queue[_Offer | None] = asyncio.Queue()
         """None: no more will come."""
-        self._sweeper: asyncio.Task[None] | None = None
+        self._sweeping = Background()
 
     def create(self, *, task: Task | None = None) -> GatewaySession:
         if self._make is None:
@@ -60,8 +61,8 @@ class SessionRegistry:
         self._sessions[session.id] = session
         self._by_key[session.key] = session
         session.on_finish = self._on_finished
-        if self._idle_seconds and self._sweeper is None:
-            self._sweeper = asyncio.get_running_loop().create_task(self._sweep())
+        if self._idle_seconds and not self._sweeping:
+            self._sweeping.start(self._sweep())
         return session
 
     def get(self, session_id: str) -> GatewaySession:
@@ -84,8 +85,7 @@ class SessionRegistry:
     async def close(self) -> None:
         """Fails all sessions that are not finished, and ends all waiting claims."""
         self._offers.put_nowait(None)
-        if self._sweeper is not None:
-            self._sweeper.cancel()
+        await self._sweeping.cancel()
         for session in self.all():
             if not session.is_finished:
                 await session.finish(error="the gateway was closed")

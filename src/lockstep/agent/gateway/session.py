@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 
@@ -31,24 +31,13 @@ from lockstep.agent.gateway.reading import Dialogues
 from lockstep.agent.gateway.tree import Answer, History, Tree
 from lockstep.agent.guard import checked_number, checked_numbers, described
 from lockstep.agent.tasks import derive_seed
-from lockstep.agent.turns import (
-    OutOfTime,
-    Prompt,
-    Turn,
-    TurnSampler,
-    count,
-    offer,
-    turn_ids,
-    turn_segments,
-)
+from lockstep.agent.turns import OutOfTime, Prompt, Turn, TurnSampler, count, offer
 from lockstep.engines.grammar import grammar_problem
 from lockstep.errors import ConfigError, EngineDownError, EngineError, MissingExtraError
 from lockstep.launch.background import Background
 from lockstep.renderers.base import Constraining, Constraint
 from lockstep.renderers.large_texts import TextTooLargeError
-from lockstep.types import Int32Array, SamplingParams
-
-T = TypeVar("T")
+from lockstep.types import SamplingParams
 
 SamplingRule = Literal["run", "client"]
 """Source of temperature, top-p, top-k and seed: the run's settings, for tokens that are trained, or
@@ -91,6 +80,8 @@ class GatewaySession:
         self._running = Background()
         self._by_key: dict[str, asyncio.Task[Answer]] = {}
         """Requests in progress, and answered requests."""
+        self.num_first_attempts: Counter[str] = Counter()
+        """First attempts by a digest of the body; a retry has the key of the latest."""
         self._asked: Counter[str] = Counter()
         """Number of requests to the engine, by a digest of the prompt."""
         self._rewards: dict[int | None, float] = {}
@@ -190,12 +181,8 @@ class GatewaySession:
     async def count_tokens(self, request: TurnRequest) -> int:
         """Ids of the prompt that `reply` would send. Nothing of the session changes."""
         self._check_open()
-        dialogue = History.of(request, self._tree)
-
-        def ids() -> Int32Array:
-            return self._drafts.prompt_ids(self._drafts.draft(dialogue).place)
-
-        return len(await self._encoded(ids))
+        drafted = await self._draft(History.of(request, self._tree))
+        return len(self._drafts.prompt_ids(drafted.place))
 
     async def set_reward(
         self, reward: float, *, parts: Mapping[str, float], leaf: int | None = None
@@ -281,10 +268,12 @@ class GatewaySession:
             raise self._exhaust("max_seconds", "the session's time is over")
         if len(self._tree.answers) + len(self._running) > limit:
             raise self._exhaust("max_turns", f"{limit} turns are over")
-        drafted, prompt_ids = await self._encoded(
-            partial(self._enter, dialogue), partial(self._drafts.draft, dialogue)
-        )
-        place = drafted.place
+        drafted = await self._draft(dialogue)
+        # Without an await in between: the tree must not have changed.
+        place, prompt_ids = drafted.place, self._drafts.prompt_ids(drafted.place)
+        if len(prompt_ids) >= self._sampler.max_tokens:
+            raise self._overflow(f"token {len(prompt_ids)}")
+        self._drafts.insert(drafted)
         if place.why is None:
             place.why = drafted.reason
         # Not by time: concurrent requests do not change each other's draws.
@@ -332,21 +321,9 @@ class GatewaySession:
         name = "max_seconds" if turn.finish_reason == "abort" else name
         return f"{name}: the last turn was cut at {num_ids} tokens"
 
-    def _enter(self, dialogue: History) -> tuple[Draft, Int32Array]:
-        """Adds the request to the tree, which does not change meanwhile. Returns its draft and
-        prompt."""
-        drafted = self._drafts.draft(dialogue)
-        prompt_ids = self._drafts.prompt_ids(drafted.place)
-        if len(prompt_ids) >= self._sampler.max_tokens:
-            raise self._overflow(f"token {len(prompt_ids)}")
-        self._drafts.insert(drafted)
-        return drafted, prompt_ids
-
-    async def _encoded(
-        self, make: Callable[[], T], rehearse: Callable[[], object] | None = None
-    ) -> T:
+    async def _draft(self, dialogue: History) -> Draft:
         try:
-            return await self._sampler.encoded(make, rehearse)
+            return await self._sampler.encoded(partial(self._drafts.draft, dialogue))
         except TextTooLargeError as error:
             raise self._overflow(f"token {error.num_tokens} or later") from None
 
@@ -443,8 +420,8 @@ class GatewaySession:
         last = trajectory.segments[leaf]
         if is_repeated:
             count(trajectory, "gateway/repeated_requests")
-        ids = turn_ids(trajectory, leaf)
-        logprobs = [trajectory.segments[i].logprobs for i in turn_segments(trajectory, leaf)]
+        turn = trajectory.runs(leaf)[-1]
+        ids, logprobs = trajectory.ids_of(turn), [trajectory.segments[i].logprobs for i in turn]
         assert last.policy_version is not None and last.finish_reason is not None
         return TurnReply(
             message=answer.message,

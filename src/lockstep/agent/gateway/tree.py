@@ -118,7 +118,7 @@ class History:
     """The messages of a request: batches that the model reads, and the replies between them."""
 
     tools: tuple[ToolSchema, ...]
-    batches: list[tuple[Message, ...]]
+    batches: list[list[Message]]
     """One more than replies."""
     replies: list[Message]
     """Replies that the agent repeats."""
@@ -127,35 +127,31 @@ class History:
     reply_keys: list[Key]
 
     @classmethod
-    def of(cls, request: TurnRequest, tree: Tree | None = None) -> History:
+    def of(cls, request: TurnRequest, tree: Tree) -> History:
         """tree: the session's, which knows its turns in the form that clients give them. Raises
         Refusal if the dialogue does not end with something to answer."""
         if not request.messages or request.messages[-1].role == "assistant":
             text = "the last message must be what the model answers (user, tool, system)."
             raise Refusal(400, "nothing_to_answer", text, parameter="messages")
         calls: list[str] = []
-        out = cls(request.tools, [], [], [], [])
-        batch: list[Message] = []
-        key: list[Any] = [_tools_key(request.tools)]
+        replies: list[Message] = []
+        batches: list[list[Message]] = [[]]
+        keys: list[list[Any]] = [[_tools_key(request.tools)]]
         for message in request.messages:
             if message.role == "assistant":
-                out.batches.append(tuple(batch))
-                out.batch_keys.append(tuple(key))
-                batch, key = [], []
-                message = message if tree is None else tree.unmerged(message)
-                out.replies.append(message)
-                out.reply_keys.append(reply_key(message))
+                replies.append(tree.unmerged(message))
                 calls = [call.id for call in message.tool_calls]
+                batches.append([])
+                keys.append([])
                 continue
             # The call that a tool answers, however the client renames ids: by position if they do
             # not say.
             is_clear = calls.count(message.tool_call_id) == 1
-            answers = calls.index(message.tool_call_id) if is_clear else len(batch)
-            key.append((message.role, message.name, message.content, answers))
-            batch.append(message)
-        out.batches.append(tuple(batch))
-        out.batch_keys.append(tuple(key))
-        return out
+            answers = calls.index(message.tool_call_id) if is_clear else len(batches[-1])
+            keys[-1].append((message.role, message.name, message.content, answers))
+            batches[-1].append(message)
+        batch_keys = [tuple(key) for key in keys]
+        return cls(request.tools, batches, replies, batch_keys, list(map(reply_key, replies)))
 
     def num_messages(self, num_batches: int) -> int:
         """Messages up to the end of that batch."""

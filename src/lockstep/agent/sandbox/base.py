@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, get_args
 
 from lockstep.config import ABOVE_0, Checked, at_least
-from lockstep.launch.background import Background
+from lockstep.launch.background import Background, in_background
 
 Ending = Literal["ok", "error", "timeout", "memory", "output", "refused", "crashed"]
 """How a program ended. error: it raised, or is not Python. output: its output was cut at the limit
@@ -78,16 +78,15 @@ class Sandbox:
     """Runs untrusted programs. Never raises for what a program does.
 
     One sandbox serves all episodes of a run. It starts with the first program, runs up to `workers`
-    programs at a time, and queues the others. It may be used from one event loop after another.
-    Subclasses give `_run`, `_forget` and `_end`.
+    programs at a time, and queues the others. It may be used from any event loop. Subclasses give
+    `_run`, `_forget` and `_end`, which run in the background loop.
     """
 
     dialect = "Python."
     """One or two sentences about this Python, for the description of a tool."""
 
     def __init__(self, config: SandboxConfig) -> None:
-        self._limits, self._num_workers = config.limits, config.workers
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._limits = config.limits
         self._free = asyncio.Semaphore(config.workers)
         self._turns: dict[str, asyncio.Lock] = {}
         self._running = Background()
@@ -98,22 +97,18 @@ class Sandbox:
         session, each program starts from nothing."""
         if problem := unreadable(code):
             return self._result("", "error", problem)
-        self._join_loop()
-        try:
-            return await self._running.start(self._wait_and_run(code, session))
-        except asyncio.CancelledError:
-            if not self._is_closing:
-                raise
-            return self._result("", "crashed", "error: the sandbox was closed")
+        return await in_background(self._wait_and_run(code, session))
 
     async def end_session(self, session: str) -> None:
         """Forgets the variables of a session. Unknown sessions are ignored."""
-        await self._forget(session)
+        await in_background(self._forget(session))
         self._turns.pop(session, None)
 
     async def close(self) -> None:
         """Ends everything. Running programs end as crashed."""
-        self._join_loop()
+        await in_background(self._close())
+
+    async def _close(self) -> None:
         self._is_closing = True
         try:
             await self._running.cancel()
@@ -134,23 +129,18 @@ class Sandbox:
         """Ends everything, after all programs have ended."""
         raise NotImplementedError
 
-    def _leave_loop(self) -> None:
-        """Drops what belongs to an event loop that is no longer used."""
-
     async def _wait_and_run(self, code: str, session: str) -> ProgramResult:
-        turn = self._turns.setdefault(session, asyncio.Lock()) if session else nullcontext()
-        async with turn, self._free:
-            return await self._run(code, session)
+        async def in_turn() -> ProgramResult:
+            turn = self._turns.setdefault(session, asyncio.Lock()) if session else nullcontext()
+            async with turn, self._free:
+                return await self._run(code, session)
 
-    def _join_loop(self) -> None:
-        """Locks and processes belong to the loop that first used them."""
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            self._loop = loop
-            self._free = asyncio.Semaphore(self._num_workers)
-            self._turns.clear()
-            self._running = Background()
-            self._leave_loop()
+        try:
+            return await self._running.start(in_turn())
+        except asyncio.CancelledError:
+            if not self._is_closing:
+                raise
+            return self._result("", "crashed", "error: the sandbox was closed")
 
     def _error_of(self, ending: Ending) -> str:
         """The model's text for a program that met a limit."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lockstep.agent.sandbox.base import CUT, Ending, ProgramResult, Sandbox, SandboxConfig
+from lockstep.agent.sandbox.base import Ending, ProgramResult, Sandbox, SandboxConfig
 from lockstep.errors import SandboxError, require_package
 from lockstep.tables import tables_beside
 
@@ -170,54 +170,59 @@ class MontySandbox(Sandbox):
                 "random_start": {"seed": self._config.seed},
             },
         )
-        began = time.monotonic()
+        began, printed = time.monotonic(), ""
         try:
             async with checkout as feed:
                 # The interpreter's own limit is per request, and may be late.
                 async with asyncio.timeout(self._limits.seconds + GRACE_SECONDS):
                     if (state := self._states.get(session)) is not None:
                         await feed.load_session(state)
-                    result = await self._feed(feed, code, began)
+                    printed, ending, error = await self._feed(feed, code, began)
                     # After these endings the interpreter's state is undefined.
-                    if session and result.ending not in ("timeout", "memory", "crashed"):
-                        result = await self._keep(feed, session, result)
-                    return result
+                    is_defined = ending not in ("timeout", "memory", "crashed")
+                    if session and is_defined and not await self._keep(feed, session):
+                        lost = f"MemoryError: more than {self._config.max_session_mib} MiB of "
+                        lost += "variables cannot be kept for the next program; those from before "
+                        ending, error = "memory", f"{error}\n{lost}this one are back".lstrip()
         except TimeoutError:
-            return self._timed("", "timeout", "", began)
-        except monty.MontyCrashedError as error:
+            ending, error = "timeout", ""
+        except monty.MontyCrashedError as crash:
+            ending, error = "crashed", "error: the sandbox crashed"
             # A timeout that the interpreter did not notice is a timeout to the model, not a crash.
-            if error.timed_out or time.monotonic() - began >= self._limits.seconds:
-                return self._timed("", "timeout", "", began)
-            return self._timed("", "crashed", "error: the sandbox crashed", began)
-        except monty.MontyError as error:
-            text = error.display("type-msg") if hasattr(error, "display") else str(error)
-            return self._timed("", "crashed", f"error: the sandbox failed: {text}", began)
+            if crash.timed_out or time.monotonic() - began >= self._limits.seconds:
+                ending, error = "timeout", ""
+        except monty.MontyError as failure:
+            text = failure.display("type-msg") if hasattr(failure, "display") else str(failure)
+            ending, error = "crashed", f"error: the sandbox failed: {text}"
+        return self._result(printed, ending, error, seconds=time.monotonic() - began)
 
-    async def _feed(self, feed: Any, code: str, began: float) -> ProgramResult:
-        """Runs `code` and prints its last value, if it has one."""
+    async def _feed(self, feed: Any, code: str, began: float) -> tuple[str, Ending, str]:
+        """Runs `code` and prints its last value, if it has one: (printed text, ending, error)."""
         monty = self._monty
         shown, spans_lines = show_value(code)
         if spans_lines and not await self._can_be_parsed(feed, code):
             shown = ""
+        asked: list[str] = []
+
+        def refuse(*, name: str, **_: Any) -> Any:
+            asked.append(name)
+            return monty.NOT_HANDLED
+
         # A last None, so that no value leaves as an object.
         for program in filter(None, (shown, code + "\n\nNone")):
             printed = monty.CollectString(max_bytes=self._max_printed_bytes)
-            asked: list[str] = []
-
-            def refuse(*, name: str, asked: list[str] = asked, **_: Any) -> Any:
-                asked.append(name)
-                return monty.NOT_HANDLED
-
             try:
                 await feed.feed_run(program, print_callback=printed, os=refuse)
             except monty.MontySyntaxError as error:
                 # One that was raised at run time (by `eval`) has a frame with a name.
                 if program is shown and all(f.function_name is None for f in error.traceback()):
                     continue  # it could not be parsed, so nothing ran
-                return self._timed(printed.output, "error", _traceback(error), began)
+                return printed.output, "error", _traceback(error)
             except monty.MontyRuntimeError as error:
-                return self._failure(printed.output, error, asked, began)
-            return self._timed(printed.output, "ok", "", began)
+                ending = self._ending_of(error, bool(asked), began)
+                is_shown = ending in ("error", "refused")
+                return printed.output, ending, _traceback(error) if is_shown else ""
+            return printed.output, "ok", ""
         raise AssertionError("the last program has a result")
 
     async def _can_be_parsed(self, feed: Any, code: str) -> bool:
@@ -229,44 +234,34 @@ class MontySandbox(Sandbox):
             return error.display("type-msg").startswith("AssertionError")
         return False
 
-    def _failure(self, printed: str, error: Any, asked: list[str], began: float) -> ProgramResult:
+    def _ending_of(self, error: Any, has_asked: bool, began: float) -> Ending:
+        """has_asked: the program asked for something of the operating system."""
         kind, _, text = error.display("type-msg").partition(":")
         if kind == "TimeoutError" and "time limit exceeded" in text:
-            return self._timed(printed, "timeout", "", began)
+            return "timeout"
         if kind == "MemoryError" and text.endswith(f"> {self._max_printed_bytes} bytes"):
             is_late = time.monotonic() - began >= self._limits.seconds  # hidden by this error
-            return self._timed(printed, "timeout" if is_late else "ok", "", began)
+            return "timeout" if is_late else "ok"
         if kind == "MemoryError":
-            return self._timed(printed, "memory", "", began)
+            return "memory"
         missing = text.strip().removeprefix("No module named ").strip("'")
         is_refused = (
-            (kind == "PermissionError" and bool(asked))
-            or (kind == "RuntimeError" and bool(asked) and "not supported in this" in text)
+            (kind == "PermissionError" and has_asked)
+            or (kind == "RuntimeError" and has_asked and "not supported in this" in text)
             or (kind == "ModuleNotFoundError" and missing in OUTSIDE)
         )
-        return self._timed(printed, "refused" if is_refused else "error", _traceback(error), began)
+        return "refused" if is_refused else "error"
 
-    async def _keep(self, feed: Any, session: str, result: ProgramResult) -> ProgramResult:
-        """Saves the session's variables, unless they are too large."""
-        max_mib = self._config.max_session_mib
+    async def _keep(self, feed: Any, session: str) -> bool:
+        """Saves the session's variables. False if they are too large."""
         try:
             state = await feed.dump()
         except self._monty.MontyRuntimeError:  # no memory left to write them
-            state = None
-        if state is not None and len(state) <= max_mib << 20:
-            self._states[session] = state
-            return result
-        return self._result(
-            result.output.removesuffix(CUT),
-            "memory",
-            f"MemoryError: more than {max_mib} MiB of variables cannot be kept for the next "
-            "program; those from before this one are back",
-            is_truncated=result.is_truncated,
-            seconds=result.seconds,
-        )
-
-    def _timed(self, printed: str, ending: Ending, error: str, began: float) -> ProgramResult:
-        return self._result(printed, ending, error, seconds=time.monotonic() - began)
+            return False
+        if len(state) > self._config.max_session_mib << 20:
+            return False
+        self._states[session] = state
+        return True
 
 
 def show_value(code: str) -> tuple[str, bool]:

@@ -371,7 +371,7 @@ class ProcessSandbox(Sandbox):
         if self._launch is None:
             self._launch = await asyncio.to_thread(self._config.prepare)
         while True:
-            while len(self._ready) <= self._num_workers:
+            while len(self._ready) <= self._config.workers:
                 starting = Worker.start(self._launch(), max_bytes=max_printed_bytes(self._limits))
                 self._ready.append(asyncio.ensure_future(starting))
             start = self._ready.pop(0)
@@ -383,14 +383,3 @@ class ProcessSandbox(Sandbox):
             if worker.is_alive:
                 return worker
             self._end_later(worker)
-
-    def _leave_loop(self) -> None:
-        for task in self._ready:
-            if task.done() and not task.cancelled() and task.exception() is None:
-                task.result().kill()
-        for worker in self._sessions.values():
-            worker.kill()
-        self._lost |= set(self._sessions)
-        self._sessions.clear()
-        self._ready.clear()
-        self._ending.clear()

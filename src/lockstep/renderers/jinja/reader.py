@@ -72,8 +72,8 @@ class ShapeReader:
         how = self.shape.thinking
         if how is None:
             return ids
-        tag = how.open.strip()
-        blanks = self._ids(how.open.partition(tag)[0]) if tag else []
+        before, tag, _ = tag_in(how.open)
+        blanks = self._ids(before)
         at = len(blanks) if ids[: len(blanks)] == blanks else 0
         opened = self._control(tag)
         begun = self.tokenizer.decode_bytes(ids[at : at + len(tag)]).startswith(tag.encode())
@@ -88,7 +88,7 @@ class ShapeReader:
 
     def _behind_thinking(self, ids: list[int], how: Thinking) -> list[int]:
         """Returns the ids after the thinking and its closing tag; none if it is not closed."""
-        tag = how.close.strip()
+        _, tag, blanks = tag_in(how.close)
         closed = self._control(tag)
         if closed is not None:
             rest = ids[ids.index(closed) + 1 :] if closed in ids else None
@@ -98,8 +98,7 @@ class ShapeReader:
             rest = cut_front(self.tokenizer, ids, size) if found >= 0 else None
         if rest is None:
             return []
-        blanks = how.close[len(how.close.rstrip()) :].encode()
-        return cut_prefix(self.tokenizer, rest, blanks)
+        return cut_prefix(self.tokenizer, rest, blanks.encode())
 
     def _shown(self, parts: Sequence[Piece], mark: str) -> str:
         """Returns the text of a turn, with control tokens by name and `mark` in spelled names."""
@@ -111,20 +110,17 @@ class ShapeReader:
         how = self.shape.thinking
         if how is None:
             return "", text, False
-        opened, closed = how.open.strip(), how.close.strip()
-        begin = text.removeprefix(how.open.partition(opened)[0]) if opened else text
+        before_open, opened, behind_open = tag_in(how.open)
+        before_close, closed, behind_close = tag_in(how.close)
+        begin = text.removeprefix(before_open)
         if not begin.startswith(opened):
             return "", text, False
-        inside = begin[len(opened) :]
-        if opened:
-            inside = inside.removeprefix(how.open[len(how.open.rstrip()) :])
+        inside = begin[len(opened) :].removeprefix(behind_open)
         end = inside.find(closed)
         if end < 0:
             return inside, "", True
-        before = how.close[: len(how.close) - len(how.close.lstrip())]
-        behind = how.close[len(how.close.rstrip()) :]
-        rest = inside[end + len(closed) :].removeprefix(behind)
-        return inside[:end].removesuffix(before), rest, False
+        rest = inside[end + len(closed) :].removeprefix(behind_close)
+        return inside[:end].removesuffix(before_close), rest, False
 
     def _ids(self, text: str) -> list[int]:
         """Encodes the template's own text."""
@@ -133,3 +129,10 @@ class ShapeReader:
     def _control(self, name: str) -> int | None:
         pieces = self._marks.pieces(name, "")
         return pieces[0] if len(pieces) == 1 and isinstance(pieces[0], int) else None
+
+
+def tag_in(text: str) -> tuple[str, str, str]:
+    """(blanks, tag, blanks) of the text around thinking; three empty texts if it has no tag."""
+    tag = text.strip()
+    before, _, behind = text.partition(tag) if tag else ("", "", "")
+    return before, tag, behind
