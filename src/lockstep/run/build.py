@@ -286,6 +286,7 @@ class _Builder:
             place=place,
             ranks=self.ranks,
             probed=probed if current_hooks().verifies_sync else None,
+            warn=self.on_wait,
         )
 
     def _critic(self, *, like: Decoder, mesh: DeviceMesh | None) -> Critic:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.config import tag
 from lockstep.display import show_once
@@ -113,10 +113,16 @@ def check_out(out: str | Path | None, *, resume: bool) -> None:
         check_place(out)
 
 
-def check_run(config: Config, *, files: Sequence[str] = CONFIG_FILES, **options: Any) -> ModelFiles:
+def check_run(
+    config: Config,
+    *,
+    files: Sequence[str] = CONFIG_FILES,
+    start: RunAddress | None = None,
+    is_training: bool = True,
+) -> ModelFiles:
     """All that a run checks before a model is loaded, as `--dry-run` does too. Raises as `train`.
-    files, options: see `preflight`."""
-    model_files = preflight(config, files=files, **options)
+    files, start, is_training: see `preflight`."""
+    model_files = preflight(config, is_training=is_training, files=files, start=start)
     find_seats(config)
     return model_files
 

@@ -223,13 +223,19 @@ class TrainingRun:
             self.directory.write_trajectories(step, groups, **options)
 
     def watch(
-        self, step: int, rows: Sequence[Sample], *played: Any, version: int
+        self,
+        step: int,
+        rows: Sequence[Sample],
+        sampled_rows: Sequence[Sample],
+        groups: Sequence[Group],
+        *,
+        version: int,
     ) -> dict[str, float]:
         """`doctor/...` of a step's rows after the update: one process checks them for all.
-        played: the same rows before a hook changed them, and their groups."""
+        sampled_rows: the same before a hook changed them."""
         found: dict[str, float] = {}
         if self.monitor is not None and rows:
-            found = self.monitor(step, rows, *played, version=version)
+            found = self.monitor(step, rows, sampled_rows, groups, version=version)
         return found if self.ranks is None else self.ranks.from_leader(found)
 
     def log(self, row: Mapping[str, Any]) -> None:

@@ -73,17 +73,18 @@ def test_an_update_whose_sync_fails_is_in_a_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["wrong_weights", "half_loaded_weights"])
-def test_weights_that_do_not_arrive_later_in_a_run_raise_an_alarm(fault, tmp_path):
+def test_weights_that_do_not_arrive_later_in_a_run_raise_an_alarm(fault, tmp_path, capsys):
     settings = [s for s in SMALL if not s.startswith("sync")]
     config = quickstart_with(*settings, "steps=4")
     with injected(parse_fault(fault)):
-        outcome = train(config, out=tmp_path / "run", view="json")
+        outcome = train(config, out=tmp_path / "run")
     run = load_run(tmp_path / "run")
     assert run.environment["sync"]["qualification"]["failure"] == "", "it begins at version 1"
     alarms = [row["sync/alarm"] for row in run.metrics if "sync/alarm" in row]
     assert alarms[-1] == 1 and not any(alarms[:-1]), "the run ends before the next update"
     assert outcome.status == "stopped"
     assert list(run.checkpoints()) == [len(alarms)]
+    assert f"sync: version {len(alarms)}: " in capsys.readouterr().out
 
 
 def test_weights_that_do_not_arrive_from_the_start_stop_a_run_before_it_samples(tmp_path):
