@@ -26,7 +26,7 @@ CEILINGS = {
     "run": 4_785,
     "renderers": 3_205,
     "models and ops": 8_456,
-    "engines, sync, launch": 8_976,
+    "engines, sync, launch": 8_975,
     "agent": 6_584,
     "learn: training, correction, objectives": 5_023,
     "doctor": 7_288,
@@ -34,7 +34,7 @@ CEILINGS = {
     "store, observe, report": 2_664,
     "environments and recipes": 3_439,
     "testing": 1_513,
-    "tests": 59_603,
+    "tests": 59_604,
     "proofs and benchmarks": 8_832,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling

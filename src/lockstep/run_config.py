@@ -282,7 +282,7 @@ class Config(_SampledModel):
 
     @property
     def demand(self) -> Demand:
-        """What the processes of the run need of their machines."""
+        """The needs of the run's processes."""
         is_on_gpu, engine = self.expected_device == "cuda", self.engine
         return Demand(
             num_engines=engine.num_workers,

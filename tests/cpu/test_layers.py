@@ -13,12 +13,13 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "lockstep"
 
 ROWS = [
-    ["errors", "habits", "system", "tables"],
-    ["display"],
+    ["errors", "system", "tables"],
+    ["display", "habits"],
     ["types", "children", "config"],
-    ["dialogues", "ops", "renderers", "observe", "store", "launch"],
-    ["models", "report", "correction"],
-    ["engines", "objectives"],
+    ["dialogues", "ops", "renderers", "store", "launch"],
+    ["models", "observe"],
+    ["engines", "correction", "report"],
+    ["objectives"],
     ["agent", "training"],
     ["envs", "sync", "tinker_config"],
     ["run_config"],

@@ -28,7 +28,7 @@ BY_LEVEL: Mapping[Level, tuple[Aggregation, float, float]] = {
     "sequence": ("sum", 0.5, 2.0),
     "geometric": ("mean", 0.999, 1.001),
 }
-"""What a rule with aggregation=level becomes, and the bounds of a ratio that it leaves open.
+"""Level -> the aggregation that a rule with aggregation=level gets, and its default bounds.
 [0.5, 2] is of slime's mis.yaml. No usable batch has a geometric mean outside of it, so that level
 has verl's bounds for geometric means (`rs_threshold` of its presets, 0.9.1)."""
 UNSIGNED: tuple[Stat, ...] = ("k2", "k3", "prob_diff")

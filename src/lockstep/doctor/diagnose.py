@@ -12,8 +12,8 @@ from typing import Any
 from lockstep.config import did_you_mean
 from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.examine import examine, names
-from lockstep.doctor.findings import RunFacts, Setting
-from lockstep.doctor.inputs.base import Dump, Facts
+from lockstep.doctor.findings import Setting
+from lockstep.doctor.inputs.base import Dump, Facts, RunFacts
 from lockstep.doctor.inputs.registry import open_dump
 from lockstep.doctor.scoring.model import Model, open_model
 from lockstep.doctor.scoring.weights import OWN

@@ -19,7 +19,7 @@ class HttpWire(Wire):
     """Base of a wire over HTTP. A subclass names its routes."""
 
     name: ClassVar[str]
-    """Of the engine, for messages."""
+    """Name of the engine, for messages."""
     how_started: ClassVar[str]
     """Command that starts such a server, for messages."""
     ping_path = "/health"

@@ -89,7 +89,7 @@ class WeightSender:
             "backend": "nccl" if has_gpu else "gloo",
             "is_delta": is_delta,
         }
-        """What each `WeightReceiver` gets, for JSON."""
+        """Arguments of each `WeightReceiver`, for JSON."""
 
     def open_load(self) -> dict[str, Any]:
         """Makes the buffer of the next load. Returns the arguments of `WeightReceiver.tensors`,

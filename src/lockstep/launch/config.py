@@ -85,7 +85,7 @@ class ParallelConfig(Checked):
 
 
 class Demand(NamedTuple):
-    """What the processes of a run need of their machines."""
+    """The needs of a run's processes: engines, ranks and GPUs."""
 
     num_engines: int = 0
     """Processes that sample."""

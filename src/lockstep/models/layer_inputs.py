@@ -1,4 +1,4 @@
-"""What the layers of one forward read besides the stream and their own weights.
+"""The inputs of a forward's layers besides the stream and their own weights.
 
 # T tokens  E experts  A active experts  L routed layers  K rotary width
 """

@@ -1,5 +1,5 @@
-"""What a person sees while a run trains: a line for each step, and warnings. In a notebook, a chart
-and a table too."""
+"""The view of a run in training: a line for each step, and warnings. In a notebook, a chart and a
+table too."""
 
 from __future__ import annotations
 

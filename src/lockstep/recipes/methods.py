@@ -31,7 +31,7 @@ are left out: they follow the model and the task."""
 
 
 def settings_of(name: str, config: Config) -> dict[str, Any]:
-    """What a method sets in a run, as a tree."""
+    """The settings of a method for a run, as a tree."""
     fixed = {path: value for path, value in METHODS[name].items() if path != "source"}
     by_size = _BY_SIZE[name](config) if name in _BY_SIZE else {}
     return nested({**fixed, **by_size})

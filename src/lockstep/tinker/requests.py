@@ -126,7 +126,7 @@ class ForwardBackwardResult:
     """Losses and log-probs of one pass."""
 
     logprobs: tuple[Float32Array, ...]
-    """Of each datum, in the shape of its target_tokens."""
+    """One array per datum, in the shape of its target_tokens."""
     metrics: Mapping[str, float]
     """`name:reduction`; `loss:sum` is always there."""
 

@@ -25,7 +25,7 @@ from lockstep.agent.gateway.reading import (
 from lockstep.types import TEXT_ONLY, Message, ToolSchema
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
-"""What a request may name in `include`."""
+"""Values of `include` that a request may have."""
 HOSTED_TOOLS = ("web_search", "web_search_preview", "image_generation")
 """Tools that OpenAI's server runs. Agents offer them unasked, so they are left out and counted."""
 FREE_TEXT: Mapping[str, Any] = {

@@ -49,7 +49,7 @@ LOGGER = logging.getLogger(__name__)
 
 CLAIM_SECONDS, MAX_CLAIM_SECONDS = 30.0, 300.0
 COUNTS = ("requests", "refused", "failed", "sampled_tokens", "encoded_tokens")
-"""What a server counts; failed: status 500 or above."""
+"""Names of a server's counters. failed: answers of status 500 or above."""
 
 
 class GatewayServer:

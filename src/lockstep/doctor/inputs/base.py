@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lockstep.doctor.findings import RunFacts
 from lockstep.doctor.rows import Rows
 from lockstep.tables import tables_beside
 
@@ -18,6 +17,33 @@ DECLARED: Mapping[str, Mapping[str, Any]] = tables_beside(__file__, "formats.tom
 """Format of a dump -> its declaration: attributes of its class."""
 HOW_TO_GET: Mapping[str, str] = DECLARED["any"]["why"]
 """Data that a check lacks -> how the writer of the input gets it, if the format does not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """Facts about the run that made the rows. None and empty values are unknown."""
+
+    trainer: str = ""
+    """Program that wrote the rows: "lockstep", "verl", "slime", "trl", "prime-rl", "nemo-rl",
+    "tinker", or a name of your own."""
+    stop_ids: frozenset[int] = frozenset()
+    """Ids that end a reply; default: the renderer's stop ids."""
+    pad_id: int | None = None
+    """Id of the padding token; default: the one in tokenizer_config.json."""
+    temperature: float | None = None
+    """Sampling temperature."""
+    top_p: float | None = None
+    """Sampling top-p; 1 keeps the whole vocabulary."""
+    top_k: int | None = None
+    """Sampling top-k; 0 keeps the whole vocabulary."""
+    max_staleness: int | None = None
+    """Number of updates that a token may lag behind, according to the settings of the run."""
+    is_one_process: bool | None = None
+    """True if sampler and trainer share one process and the same ops, so that noise is a defect."""
+    is_moe: bool | None = None
+    """True for a mixture of experts."""
+    tools: str = ""
+    """Tools of the dialogues: the JSON list that the template was given."""
 
 
 @dataclass(frozen=True, kw_only=True)

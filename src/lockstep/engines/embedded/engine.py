@@ -118,7 +118,7 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         self._watched: dict[Sequence, None] = {}
         """Requests that need code after every token: stop strings, streams."""
         self._guesses: list[Guess] = []
-        """Of the last step."""
+        """Those of the last step."""
         self._ahead: PendingDraws | None = None
         """A step that the device has begun before the tokens of the last one were handled."""
         self._arrivals = count(1)

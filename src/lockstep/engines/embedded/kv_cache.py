@@ -149,7 +149,7 @@ class PagedCache:
         self.has_values = model.latent is None
         """False where keys hold the values; `values` is then `keys`."""
         self.states = None if model.linear is None else StateCache(model.linear, config, like=like)
-        """Of a model with linear attention; then only prefixes up to a kept state are reused."""
+        """None without linear attention. With it, only prefixes up to a kept state are reused."""
         self.page_size, self.is_caching = config.page_size, config.prefix_cache
         self.num_pages = num_pages = config.kv_cache_tokens // config.page_size
         num_layers, page_size = len(model.attention_layers), self.page_size

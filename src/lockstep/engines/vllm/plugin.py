@@ -100,7 +100,7 @@ def register() -> None:
     if is_known_version(vllm.__version__):
         from lockstep.engines.vllm.scoring import read_cached_prefixes
 
-        read_cached_prefixes()
+        read_cached_prefixes(SCORE_FROM)
     if ARCHITECTURE not in ModelRegistry.get_supported_archs():
         ModelRegistry.register_model(ARCHITECTURE, f"lockstep.engines.vllm.model:{ARCHITECTURE}")
 

@@ -15,19 +15,17 @@ from typing import Any
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.outputs import LogprobsTensors
 
-from lockstep.engines.vllm.plugin import SCORE_FROM
 
-
-def read_cached_prefixes() -> None:
-    """Makes vLLM in this process read the cache for requests with SCORE_FROM among their
-    `extra_args`. Log-probs before that id are 0. Idempotent."""
+def read_cached_prefixes(argument: str) -> None:
+    """Makes vLLM in this process read the cache for requests that name their first wanted id by
+    this one of their `extra_args`. Log-probs before that id are 0. Idempotent."""
     plain, empty = KVCacheManager.get_computed_blocks, LogprobsTensors.empty_cpu
     if plain.__name__ == "computed_blocks":
         return
 
     def computed_blocks(manager: Any, request: Any) -> Any:
         params = request.sampling_params
-        first = ((params and params.extra_args) or {}).get(SCORE_FROM)
+        first = ((params and params.extra_args) or {}).get(argument)
         if first is None:
             return plain(manager, request)
         coordinator = manager.coordinator
