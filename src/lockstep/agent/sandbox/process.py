@@ -117,7 +117,7 @@ def inside_arguments(config: _ProcessConfig, *, has_group: bool) -> list[str]:
 
 
 def said_by(*command: str, seconds: float = ASK_SECONDS) -> subprocess.CompletedProcess[str]:
-    """Runs a short command, with its output. Raises ConfigError if it has not ended in `seconds`."""
+    """Runs a short command, with its output. Raises ConfigError if it takes over `seconds`."""
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": seconds}
     try:
         return subprocess.run(command, check=False, **options)
