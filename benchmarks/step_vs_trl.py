@@ -99,7 +99,7 @@ def run_ours(recipe: str, overrides: list[str]) -> None:
         loggers = Loggers(config.record, run_path=path, config={}, warn=note)
         with RunDirectory.create(path, to_dict(config), record=config.record) as directory:
             parts = build(config, model_files)
-            run = TrainingRun(config, model_files, parts, path, directory, view, loggers)
+            run = TrainingRun(config, parts, path, directory, view, loggers)
 
             def step(_: Any) -> dict[str, float]:
                 wall, cpu = time.perf_counter(), time.process_time()

@@ -224,7 +224,7 @@ def pack(
     """
     names = _column_names(samples[0]) if samples else []
     for sample in samples:
-        if _column_names(sample) != names:
+        if ({*_column_names(sample)} ^ {*names}) - {"logprobs"}:  # a result of the first update
             raise AlignmentError(
                 f"sample {sample.id} has the columns {_column_names(sample)}, sample "
                 f"{samples[0].id} has {names}: rows of one batch have the same columns."
@@ -242,9 +242,11 @@ def pack(
     )
 
 
-def _column_names(sample: Sample) -> list[str]:
-    """Columns of trained tokens. Routes belong to inputs and are passed separately."""
-    return sorted(n for n in (*sample.columns, *sample.ragged) if not COLUMNS[n].is_of_inputs)
+def _column_names(*samples: Sample) -> list[str]:
+    """Columns of trained tokens that all of them have. Routes belong to inputs and are passed
+    separately."""
+    shared = set[str].intersection(*({*s.columns, *s.ragged} for s in samples))
+    return sorted(name for name in shared if not COLUMNS[name].is_of_inputs)
 
 
 def _pack_rows(
@@ -277,7 +279,7 @@ def _pack_rows(
 
     columns = {
         name: at_targets(s.columns[name] for s in chosen)
-        for name in _column_names(chosen[0])
+        for name in _column_names(*chosen)
         if name in chosen[0].columns
     }
     return PackedBatch(
