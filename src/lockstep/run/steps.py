@@ -431,9 +431,12 @@ def train_over_base(
             left.remove(run)
 
         async def all_to_end() -> None:
+            tasks = [asyncio.create_task(to_end(run)) for run in runs]
             try:
-                await asyncio.gather(*map(to_end, runs))
+                await asyncio.gather(*tasks)
             finally:
+                # After an interrupt they end as such, not by an engine that is closed under them.
+                await asyncio.wait(tasks)
                 assert base.engine is not None, "made for the first run"
                 await base.engine.close()
 

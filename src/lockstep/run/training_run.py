@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 from lockstep.agent.buffer import Buffer
@@ -98,6 +99,8 @@ class TrainingRun:
     """How far the last weights handed to the engine were verified."""
     _counts: tuple[int, ...] = field(init=False)
     """Updates asked of policy and critic when `step` began."""
+    _saving: RLock = field(init=False, default_factory=RLock)
+    """Held while a checkpoint is written, which a thread may do when an interrupt comes."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -324,8 +327,9 @@ class TrainingRun:
         }
         metric = self.test_reward if self.tested_at == self.step else None
         others: dict[str, Any] = {"critic": self.parts.critic, "seats": self.own_trainers}
-        self.checkpoints.save(self.step, self.parts.trainer, state, metric=metric, **others)
-        self.saved_at = self.step
+        with self._saving:
+            self.checkpoints.save(self.step, self.parts.trainer, state, metric=metric, **others)
+            self.saved_at = self.step
         if self.row:  # for readers: a resume sets it aside and completes it
             self.log(self.row)
 
@@ -349,10 +353,10 @@ class TrainingRun:
 
     def save_unsaved(self) -> None:
         """Saves the updates that no checkpoint holds yet, before an error ends the run."""
-        if self.saved_at == self.step:
-            return
         try:
-            self.save_if_whole()
+            with self._saving:
+                if self.saved_at != self.step:
+                    self.save_if_whole()
         except StorageError as error:  # often the error that ends the run, which is shown
             self.warn(str(error))
 
