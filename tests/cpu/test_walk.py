@@ -21,7 +21,7 @@ VERBS = {
     "score": ("agent/loop.py", "_Episode.set_score"),
     "align": ("training/rows.py", "rows_for_training"),
     "pack": ("training/packing.py", "pack"),
-    "correct": ("training/correcting.py", "keep_tokens"),
+    "correct": ("training/correcting.py", "TokenJudge.keep_tokens"),
     "maximise": ("objectives/losses.py", "ppo_clip"),
     "update": ("training/trainer.py", "Trainer.update"),
     "record": ("store/run.py", "RunDirectory.write_trajectories"),

@@ -85,8 +85,9 @@ def test_the_recipe_trains_a_tiny_model_of_qwen3s_form(name, gsm8k, tmp_path):
     ("name", "size", "least", "most"), [("gsm8k", {}, 10, 20), ("retool-dapo", SIZE_4B, 10, 24)]
 )
 def test_the_plan_predicts_memory_from_the_config_alone(
-    name, size, least, most, gsm8k, tmp_path, capsys
+    name, size, least, most, gsm8k, tmp_path, capsys, monkeypatch
 ):
+    monkeypatch.setattr("lockstep.run.preflight.check_driver", lambda setting: None)  # a GPU
     model = files_of(tmp_path / "model", **size)
     words = [f"model={model}", f"task.path={gsm8k}", "task.source=gsm8k", "device=cuda"]
     words += ["engine=vllm", "engine.share_device=true", "--dry-run"]
