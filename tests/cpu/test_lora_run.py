@@ -155,8 +155,8 @@ def test_a_reference_kl_needs_no_second_model(run, tmp_path):
     policy = run / "checkpoints" / "step-000002" / "policy"
     out = tmp_path / "run"
     words = ["train", "quickstart", *SMALL, "steps=1", f"lora.path={policy}"]
-    base = ["objective.kl_coef=0.1", "objective.reference=base"]
-    assert lockstep(*words, *base, f"out={out}") == OK
+    words += ["objective.kl_coef=0.1", "objective.reference=base"]
+    assert lockstep(*words, f"out={out}") == OK
     (row,) = [row for row in rows_of(out) if "train/reference_kl" in row]
     assert np.isfinite(row["train/reference_kl"]) and row["train/reference_kl"] != 0
 
