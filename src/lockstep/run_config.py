@@ -346,16 +346,19 @@ class Config(_SampledModel):
                     f"seats.{seat} is set, and task={kind} has {there}. Leave it out, or take it "
                     f"out of a run's settings with seats.{seat}=none."
                 )
-        others = (FrozenSeat, OwnSeat)
-        if known and all(isinstance(self.seats.get(seat), others) for seat in known):
-            raise ConfigError(
-                f"no seat is left for the policy of the run ({', '.join(known)}): task={kind} "
-                f"would train nothing. Set seats.{known[0]}=policy."
-            )
         for problem in conflicts_in(self, CONFLICTS["own_seats"]) if self.own_seats else ():
             raise ConfigError(
                 f"seats.{self.own_seats[0]}=own has an adapter and nothing beside it, and the run "
                 f"has {problem}"
+            )
+
+    def check_own_seat(self) -> None:
+        """Raises ConfigError if others have every seat of a match, so that nothing is trained."""
+        known, others = self.task.SEATS, (FrozenSeat, OwnSeat)
+        if known and all(isinstance(self.seats.get(seat), others) for seat in known):
+            raise ConfigError(
+                f"no seat is left for the policy of the run ({', '.join(known)}): "
+                f"task={tag(type(self.task))} would train nothing. Set seats.{known[0]}=policy."
             )
 
 

@@ -154,6 +154,8 @@ def preflight(
     check_machine(config)
     if start is not None:
         check_start(config, start)
+    if is_training:
+        config.check_own_seat()
     model_files = read_model_files(config, files=files)
     current_hooks().check(config, model_files.model, model_files.renderer)
     check_fallback(config)

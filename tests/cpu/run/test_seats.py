@@ -243,7 +243,6 @@ def test_doctor_replay_and_report_read_a_run_with_seats(against_frozen, capsys):
     [
         (["seats.third=policy"], "seats.third.*task=duel"),
         (["seats.second=frozen"], "seats.second"),
-        ([*FROZEN, "seats.first=frozen", "seats.first.model=tiny-math"], "task=duel"),
         ([*OWN, "advantage=gae"], "seats.second=own"),
         ([*OWN, "distill.teacher.model=tiny-qwen3"], "and the run has distill: leave it out"),
         (["task=docsearch", "seats.second=policy"], "task=docsearch"),
@@ -277,8 +276,12 @@ def test_a_frozen_policy_that_is_not_there_is_named_before_a_model_is_loaded(
         )
 
 
-def test_a_run_needs_a_seat_for_its_policy(tmp_path, capsys):
-    words = ["train", "quickstart", *SMALL, *OWN, "seats.first=own", f"out={tmp_path / 'run'}"]
+@pytest.mark.parametrize(
+    "seats",
+    [[*OWN, "seats.first=own"], [*FROZEN, "seats.first=frozen", "seats.first.model=tiny-math"]],
+)
+def test_a_run_needs_a_seat_for_its_policy(seats, tmp_path, capsys):
+    words = ["train", "quickstart", *SMALL, *seats, f"out={tmp_path / 'run'}"]
     assert main(words) == BAD_INPUT
     said = " ".join(capsys.readouterr().err.split())
     assert "no seat is left for the policy of the run (first, second)" in said
