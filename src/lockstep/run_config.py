@@ -352,7 +352,7 @@ class Config(_SampledModel):
                 f"has {problem}"
             )
 
-    def check_own_seat(self) -> None:
+    def check_policy_seat(self) -> None:
         """Raises ConfigError if others have every seat of a match, so that nothing is trained."""
         known, others = self.task.SEATS, (FrozenSeat, OwnSeat)
         if known and all(isinstance(self.seats.get(seat), others) for seat in known):

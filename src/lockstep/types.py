@@ -948,6 +948,14 @@ class Trajectory:
         ids = [self.segments[index].token_ids for index in segments]
         return np.concatenate([np.empty(0, np.int32), *ids])
 
+    def turn_of(self, leaf: int) -> list[int]:
+        """The segments of the turn that ends with `leaf`: one, or one per policy version."""
+        out, above = [leaf], self.segments[leaf].parent
+        while above is not None and self.segments[above].finish_reason == "weight_update":
+            out.append(above)
+            above = self.segments[above].parent
+        return out[::-1]
+
     def runs(self, leaf: int) -> list[list[int]]:
         """The path to `leaf`, with the segments of each turn together: a turn that spans weight
         updates has several."""

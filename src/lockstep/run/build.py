@@ -163,7 +163,7 @@ class _Builder:
     scratch: Path | None = None
     """Directory in which the engine may leave logs, and weights on their way."""
     on_wait: Callable[[str], None] = lambda text: None
-    """Receives lines about what the engine waits for."""
+    """Receives lines about what the engine waits for, and the alarms of a sync."""
 
     def build(self) -> Parts:
         """Loads the model, opens its engine, and makes what trains it."""

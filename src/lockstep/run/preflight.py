@@ -155,7 +155,7 @@ def preflight(
     if start is not None:
         check_start(config, start)
     if is_training:
-        config.check_own_seat()
+        config.check_policy_seat()
     model_files = read_model_files(config, files=files)
     current_hooks().check(config, model_files.model, model_files.renderer)
     check_fallback(config)

@@ -413,7 +413,7 @@ class Trainer(Learner):
         the rows of later updates get none: their policy is not the sampler's.
         """
         num_updates, aux_coef = self.config.updates_per_batch, self.config.router_aux_loss_coef
-        has_more = correction.changes_loss or self.distill is not None or aux_coef > 0
+        has_other_losses = correction.changes_loss or self.distill is not None or aux_coef > 0
         rows = batch.rows if isinstance(batch, Weighed) else batch
         # A loss without a ratio, or with a ratio of 1 by definition, is linear in log-probs.
         loss_fn = make_loss(objective)
@@ -427,7 +427,9 @@ class Trainer(Learner):
                 aggregate=objective.aggregate,
                 correction=correction,
                 column="logprobs" if number == 0 and not is_scored else None,
-                skips_silent=objective.is_silent_at_zero and not has_more and self.ranks is None,
+                skips_silent=objective.is_silent_at_zero
+                and not has_other_losses
+                and self.ranks is None,
             )
             parts.append(metrics | self.optim_step())
         return merge_metrics(parts)

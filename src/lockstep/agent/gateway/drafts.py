@@ -186,7 +186,7 @@ class Drafts:
     def _ids_of(self, answer: Answer) -> Int32Array:
         if answer.segment is None:
             return answer.parts[0].ids
-        return self._trajectory.ids_of(self._trajectory.runs(answer.segment)[-1])
+        return self._trajectory.ids_of(self._trajectory.turn_of(answer.segment))
 
     def prompt_ids(self, place: Input) -> Int32Array:
         leaf, parts = self.recorded_part(place)

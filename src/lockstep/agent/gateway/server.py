@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import itertools
 import json
 import logging
 import secrets
@@ -48,6 +49,8 @@ from lockstep.types import Task, Trajectory
 LOGGER = logging.getLogger(__name__)
 
 CLAIM_SECONDS, MAX_CLAIM_SECONDS = 30.0, 300.0
+MAX_REMEMBERED_BODIES = 65536
+"""Latest bodies that a retry can refer to, by their digests: at most 20 MiB."""
 COUNTS = ("requests", "refused", "failed", "sampled_tokens", "encoded_tokens")
 """Names of a server's counters. failed: answers of status 500 or above."""
 
@@ -84,7 +87,10 @@ class GatewayServer:
         self._renderer = renderer
         self._shared: GatewaySession | None = None
         self._turns = Background()
+        self._numbers = itertools.count()
         self._errors: deque[str] = deque(maxlen=10)
+        self._keys: dict[bytes, str] = {}
+        """Digest of a session's body -> the key of the latest first attempt."""
         is_open = not (key and claims_need_key)
         self._listener.add(
             Site(routes=self._routes(), refuse=self._refuse, is_open=is_open, section=self._section)
@@ -325,10 +331,15 @@ class GatewayServer:
         attempt = request.headers.get("x-stainless-retry-count", "")
         if not attempt:
             return ""
-        digest = hashlib.blake2b(f"{request.path}\n".encode() + raw, digest_size=16).hexdigest()
-        if not attempt.strip("0"):
-            session.num_first_attempts[digest] += 1
-        return f"{digest}/{session.num_first_attempts[digest]}"
+        sent = f"{session.id} {request.path}\n".encode() + raw
+        digest, keys = hashlib.blake2b(sent, digest_size=16).digest(), self._keys
+        known = keys.get(digest)
+        if known is None or not attempt.strip("0"):
+            keys.pop(digest, None)
+            known = keys[digest] = f"{digest.hex()}/{next(self._numbers)}"
+            if len(keys) > MAX_REMEMBERED_BODIES:
+                del keys[next(iter(keys))]
+        return known
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         session, _, asked = await self._asked(request, partial(messages.read, is_counted=True))

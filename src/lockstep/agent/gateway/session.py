@@ -80,8 +80,6 @@ class GatewaySession:
         self._running = Background()
         self._by_key: dict[str, asyncio.Task[Answer]] = {}
         """Requests in progress, and answered requests."""
-        self.num_first_attempts: Counter[str] = Counter()
-        """First attempts by a digest of the body; a retry has the key of the latest."""
         self._asked: Counter[str] = Counter()
         """Number of requests to the engine, by a digest of the prompt."""
         self._rewards: dict[int | None, float] = {}
@@ -420,7 +418,7 @@ class GatewaySession:
         last = trajectory.segments[leaf]
         if is_repeated:
             count(trajectory, "gateway/repeated_requests")
-        turn = trajectory.runs(leaf)[-1]
+        turn = trajectory.turn_of(leaf)
         ids, logprobs = trajectory.ids_of(turn), [trajectory.segments[i].logprobs for i in turn]
         assert last.policy_version is not None and last.finish_reason is not None
         return TurnReply(
