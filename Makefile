@@ -22,7 +22,7 @@ TORCH = $(INSTALL) "torch$(TORCH_VERSION)"
 PACKAGE = ".[cuda]"
 endif
 
-.PHONY: install install-dev quickstart test test-wheel test-vllm test-openenv test-verifiers test-agents test-trainers test-renderers test-instructions test-tinker check docs bench proof gpu gpu-day gpu-host soak studies claims claims-quick models clean
+.PHONY: install install-dev quickstart test test-long test-wheel test-vllm test-openenv test-verifiers test-agents test-trainers test-renderers test-instructions test-tinker check docs bench proof gpu gpu-day gpu-host soak studies claims claims-quick models clean
 
 install: $(VENV)/.installed
 
@@ -52,6 +52,14 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 test: install-dev
 	$(PYTEST)
+
+# The tests that the fast profile leaves out too: 22 minutes on two idle cores.
+test-long: install-dev
+	LOCKSTEP_LONG_TESTS=1 $(PYTEST)
+
+# The tests that the fast profile leaves out too: 20 minutes on two idle cores.
+test-long: install-dev
+	LOCKSTEP_LONG_TESTS=1 $(PYTEST)
 
 # The wheel in an empty environment, as a user installs it; PYTHON=python3.13 tries another version.
 test-wheel: install-dev

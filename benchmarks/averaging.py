@@ -59,13 +59,13 @@ def widened(folder: Path) -> Path:
     return folder
 
 
-def compare(*, rounds: int = 2) -> Iterator[Row]:
+def compare(*, rounds: int = 2, steps: int = 7) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as scratch:
         model, numbers = widened(Path(scratch) / "model"), count()
 
         def late_steps(arm: str) -> list[dict[str, Any]]:
             number = next(numbers)
-            settings = [ARMS[arm], f"model={model}", "steps=7", "groups_per_step=4",
+            settings = [ARMS[arm], f"model={model}", f"steps={steps}", "groups_per_step=4",
                         f"seed={number // len(ARMS)}", "engine.replicas=1", "contract=none",
                         "evaluation=none"]  # fmt: skip
             out = Path(scratch) / str(number)
@@ -73,13 +73,13 @@ def compare(*, rounds: int = 2) -> Iterator[Row]:
             return steps_of(out)[2:]
 
         taken = in_turn(rounds, {arm: partial(late_steps, arm) for arm in ARMS})
-    steps = {arm: [row for rows in runs for row in rows] for arm, runs in taken.items()}
-    seconds = {arm: [row["time/step_seconds"] for row in rows] for arm, rows in steps.items()}
-    share = median(r["time/sample_seconds"] / r["time/step_seconds"] for r in steps["recomputed"])
+    late = {arm: [row for rows in runs for row in rows] for arm, runs in taken.items()}
+    seconds = {arm: [row["time/step_seconds"] for row in rows] for arm, rows in late.items()}
+    share = median(r["time/sample_seconds"] / r["time/step_seconds"] for r in late["recomputed"])
     neither = median(seconds.pop("rollout"))
     yield row("averaging, idle engine", *map(median, seconds.values()), "s/step", steps=seconds,
               how=f"on the clock; neither: {neither:.2f}; {share:.0%} is sampling")  # fmt: skip
 
 
 if __name__ == "__main__":
-    main(compare, short={"rounds": 1})
+    main(compare, short={"rounds": 1, "steps": 4})

@@ -68,7 +68,8 @@ def compare(
         cases = [(f"decode, {n} requests", n, PROMPT_TOKENS, STEPS) for n in batches]
         cases.append(("prefill", *PREFILL, 0))
         found = {}
-        for _ in range(rounds + 1):  # the first one packs weights
+        seconds(1, PROMPT_TOKENS, 1)  # packs weights
+        for _ in range(rounds):
             for what, num, length, steps in cases:
                 taken = seconds(num, length, 1 + steps)
                 taken = (taken - seconds(num, length, 1)) / steps if steps else taken

@@ -16,7 +16,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 import torch
-from full_counts import LEFT_TO_PROOF, PROOF
+from full_counts import LEFT_OUT, LONG_TOO
 
 from lockstep.models import families as families_of_ours  # noqa: F401  they register themselves
 from lockstep.models.reading import FAMILIES
@@ -62,15 +62,15 @@ def pytest_pyfunc_call(pyfuncitem):
 
 @pytest.hookimpl(tryfirst=True)  # before -k takes tests away
 def pytest_collection_modifyitems(config, items):
-    """Skips the tests that are left to `make proof`. Raises UsageError for one that does not
+    """Skips the tests that are left to `make test-long`. Raises UsageError for one that does not
     exist."""
     found = {}
     for item in items:
         file = item.path.relative_to(Path(__file__).parent).as_posix()
         found.setdefault(file, set()).add(item.name)
-        if not PROOF and item.name in LEFT_TO_PROOF.get(file, ()):
-            item.add_marker(pytest.mark.skip(reason="a long test, of `make proof` alone"))
-    for file in found.keys() & LEFT_TO_PROOF.keys():
-        gone = set(LEFT_TO_PROOF[file]) - found[file]
+        if not LONG_TOO and item.name in LEFT_OUT.get(file, ()):
+            item.add_marker(pytest.mark.skip(reason="a long test, of `make test-long`"))
+    for file in found.keys() & LEFT_OUT.keys():
+        gone = set(LEFT_OUT[file]) - found[file]
         if gone and not any("::" in argument for argument in config.args):
             raise pytest.UsageError(f"full_counts.py: {file} has no {', '.join(sorted(gone))}")

@@ -1,4 +1,4 @@
-"""The fast profile leaves full counts and the longest tests to `make proof`.
+"""The fast profile leaves full counts to `make proof`, and the longest tests to `make test-long`.
 
     export PYTHONPATH=tests                     chooses the tests anew, from what `make test` runs
     python -m pytest -n 2 --dist loadfile -p full_counts --junitxml=report.xml
@@ -6,12 +6,12 @@
 
 With `-p full_counts` the report has processor time, which does not depend on what else the machine
 does: of a test's other seconds, in which it waits, the share WAITING counts. To choose from all
-tests, set LOCKSTEP_PROOF=1 for pytest.
+tests, set LOCKSTEP_LONG_TESTS=1 for pytest.
 
-The tests that are left out are in left_to_proof.json:
+The tests that are left out are in left_out.json:
 
-- Cases of a test whose cases take MANY seconds together, if each of their parameters' values stands
-  in a shorter case that stays: `make proof` tries all combinations.
+- Cases of SHORT seconds and more of a test whose cases take MANY seconds together, if each of their
+  parameters' values stands in a shorter case that stays: `make test-long` tries all combinations.
 - The longest tests, until the others take SECONDS. Of each file the shortest test of LONG seconds
   and more stays, and every page of the docs and every example.
 """
@@ -27,11 +27,14 @@ import pytest
 
 PROOF = os.environ.get("LOCKSTEP_PROOF") == "1"
 """True under `make proof`."""
+LONG_TOO = PROOF or os.environ.get("LOCKSTEP_LONG_TESTS") == "1"
+"""True where the longest tests run too: under `make test-long` with the fast profile's counts."""
 
-FILE = Path(__file__).with_name("left_to_proof.json")
-LEFT_TO_PROOF: dict[str, list[str]] = json.loads(FILE.read_text())
-"""File -> its tests that `make proof` alone runs."""
+FILE = Path(__file__).with_name("left_out.json")
+LEFT_OUT: dict[str, list[str]] = json.loads(FILE.read_text())
+"""File -> its tests that the fast profile leaves out."""
 
+SHORT = 0.5
 MANY = 1.0
 LONG = 4.0
 SECONDS = 1200.0
@@ -65,8 +68,8 @@ def pytest_runtest_makereport():
 
 
 def choose(report: str) -> dict[str, list[str]]:
-    """As LEFT_TO_PROOF. A test that the report has skipped stays where it is."""
-    left = {file: set(names) for file, names in LEFT_TO_PROOF.items()}
+    """As LEFT_OUT. A test that the report has skipped stays where it is."""
+    left = {file: set(names) for file, names in LEFT_OUT.items()}
     tests: dict[tuple[str, str], list[tuple[float, str]]] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         file = case.attrib["classname"].removeprefix("tests.").replace(".", "/") + ".py"
@@ -82,7 +85,7 @@ def choose(report: str) -> dict[str, list[str]]:
         is_long = sum(seconds for seconds, _ in cases) >= MANY
         for seconds, name in sorted(cases):
             values = set(enumerate(name.partition("[")[2].removesuffix("]").split("-")))
-            if is_long and values <= seen:
+            if is_long and seconds >= SHORT and values <= seen:
                 left.setdefault(file, set()).add(name)
             else:
                 taken.append((seconds, file, name))

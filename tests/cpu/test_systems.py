@@ -24,6 +24,7 @@ ARE_ELSEWHERE = re.compile(
 WINDOWS = """
 import asyncio, concurrent.futures, importlib, multiprocessing, os, signal, socketserver, ssl
 import subprocess, sys, tempfile, torch, numpy, pyarrow.parquet, rich.console, aiohttp
+import transformers.modeling_utils
 POSIX = {"fcntl", "resource", "pwd", "grp", "termios", "pty", "tty", "syslog"}
 
 class Refuse:
