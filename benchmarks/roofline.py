@@ -64,10 +64,9 @@ def compare(
             asked = requests_of(ids, limit)
             return seconds_of(lambda: sample(engine, asked), time.process_time)
 
-        speed = [machine(dtype, rounds)]
+        speed, found = [machine(dtype, rounds)], {}
         cases = [(f"decode, {n} requests", n, PROMPT_TOKENS, STEPS) for n in batches]
         cases.append(("prefill", *PREFILL, 0))
-        found = {}
         seconds(1, PROMPT_TOKENS, 1)  # packs weights
         for _ in range(rounds):
             for what, num, length, steps in cases:

@@ -34,7 +34,7 @@ CEILINGS = {
     "store, observe, report": 2_664,
     "environments and recipes": 3_439,
     "testing": 1_513,
-    "tests": 59_614,
+    "tests": 59_606,
     "proofs and benchmarks": 8_832,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling
