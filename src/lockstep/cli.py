@@ -23,12 +23,10 @@ from lockstep.config import (
     FILE_FORMS,
     describe,
     did_you_mean,
-    differences,
     dumps,
     field_docs,
     file_form,
     flatten,
-    from_dict,
     from_settings,
     read_tree,
     resolve,
@@ -581,27 +579,16 @@ def _is_resume(own: Mapping[str, str]) -> bool:
 
 
 def _continued(config: T, own: Mapping[str, str], path: Path | None) -> tuple[T, Path]:
-    """(config of the run to continue, its directory). path: its file of settings, if one was given.
-
-    Raises ConfigError if the settings differ from the run's first ones.
-    """
-    from lockstep.store.run import load_run
+    """(config of the run to continue, its directory). path: its file of settings, if one was
+    given."""
+    from lockstep.run.train import continued
 
     where = own.get("out") or (str(path.parent) if path else "")
     if not where:
         raise ConfigError(
             "resume=true needs the run: lockstep train RUN resume=true, or out=RUN with the recipe."
         )
-    stored, asked = load_run(where).config, to_dict(config)
-    # A run continues with any number of processes, anywhere: its numbers stay the same.
-    stored |= {name: asked[name] for name in ("parallel", "placement") if name in asked}
-    if changed := differences(stored, asked):
-        listed = ", ".join(f"{k}: {a} -> {b}" for k, (a, b) in changed.items())
-        raise ConfigError(
-            f"resume=true continues {where} as it was, and these settings differ: {listed}. To go "
-            f"on with other settings start a new run from its checkpoint: from={where}@STEP."
-        )
-    return from_dict(type(config), stored), Path(where)
+    return continued(config, where), Path(where)
 
 
 def _find_recipe(target: str, settings: Sequence[str]) -> Any:

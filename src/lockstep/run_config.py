@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from lockstep.agent.config import AgentConfig, FrozenSeat, OwnSeat, SamplingConfig, SeatConfig
@@ -55,6 +56,15 @@ CONFLICTS: dict[str, dict[str, str]] = tables_beside(__file__)
 """Settings that exclude each other, by when they are checked: `lockstep.config.check_conflicts`."""
 MAX_STEPS, MAX_EPISODES = 10**8, 10**6
 """Larger numbers are typing mistakes: such a run would take years."""
+
+
+def check_is_rl(tree: Mapping[str, Any], run: Path) -> None:
+    """Raises ConfigError for the settings of a run of `lockstep sft`."""
+    if "sft" in tree:
+        raise ConfigError(
+            f"{run} was trained by lockstep sft, and has no tasks. Continue it with lockstep sft "
+            f"{run} resume=true, or train its model with lockstep train RECIPE model={run}."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

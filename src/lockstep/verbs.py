@@ -24,7 +24,7 @@ from lockstep.report.document import write_report as write_report_of
 from lockstep.run.build import export_checkpoint, exported, recipe_of, tokenizer_of
 from lockstep.run.model_card import check_hub_name, push, write_card
 from lockstep.run.train import check_run
-from lockstep.run_config import Config
+from lockstep.run_config import Config, check_is_rl
 from lockstep.store.checkpoints import POLICY, split_address
 from lockstep.store.run import load_run
 
@@ -50,7 +50,8 @@ def evaluate(run: RunPath, *, overrides: Sequence[str] = (), **settings: Any) ->
     >>> evaluate("runs/first@30", evaluation={"num_tasks": 512})      # doctest: +SKIP
     """
     path, step = split_address(run)
-    config = overlaid(from_dict(Config, load_run(path).config), settings, overrides)
+    check_is_rl(stored := load_run(path).config, path)
+    config = overlaid(from_dict(Config, stored), settings, overrides)
     if not any(each.evaluation.num_tasks for each in config.tested.values()):
         raise ConfigError("evaluation.num_tasks=0 plays nothing: give evaluation.num_tasks=128.")
     config = replace(config, parallel=ParallelConfig())  # one process is enough to play

@@ -14,7 +14,9 @@ from full_counts import PROOF
 from quickstarts import SHORT
 from run_rows import timed_rows, without_time
 
+from lockstep import train
 from lockstep.cli import BAD_INPUT, OK, main
+from lockstep.errors import ConfigError
 from lockstep.recipes.registry import RECIPES
 from lockstep.store.metrics import read_rows
 from lockstep.store.run import load_run
@@ -439,6 +441,9 @@ def test_resuming_with_other_settings_points_to_from(run, capsys):
     assert code == BAD_INPUT
     assert "from=" in err
     assert "trainer.lr: 0.001 -> 1.0" in " ".join(err.split())
+    with pytest.raises(ConfigError, match=r"trainer\.lr: 0\.001 -> 1\.0"):
+        train(run, resume=True, trainer={"lr": 1.0})
+    assert train(load_run(run), resume=True, view="json").status == "done"
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", *["SIGINT"] * PROOF])

@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import pytest
@@ -475,7 +475,7 @@ def study_table(name: str) -> str:
         found = [value for value in values if value is not None]
         if not found or (len(found) < len(values) and figure != "collapse_step"):
             return ""
-        least, middle, most = min(found), sum(found) / len(found), max(found)
+        least, middle, most = min(found), fmean(found), max(found)
         low, mid, high = (f"{value:.3g}" for value in (least, middle, most))
         return mid if low == high else f"{mid} ({low} .. {high})"
 
@@ -593,7 +593,7 @@ def trl_curves() -> str:
     """Rewards and tokens of `trl_equal.py --curves`."""
     rows: list[list[object]] = []
     for run in proved("trl_curves")["runs"]:
-        rewards = [f"{sum(part) / 10:.2f}" for part in (run["rewards"][:10], run["rewards"][-10:])]
+        rewards = [f"{fmean(part):.2f}" for part in (run["rewards"][:10], run["rewards"][-10:])]
         tokens = (
             f"{run['unequal_tokens']} of {run['compared_tokens']:,}" if "largest_kl" in run else ""
         )

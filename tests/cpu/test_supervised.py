@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+import lockstep
 from lockstep import train, train_supervised
 from lockstep.cli import BAD_INPUT, OK, main
 from lockstep.models.locate import locate_model
@@ -55,6 +56,10 @@ def test_the_best_checkpoint_by_held_out_loss_is_kept_and_is_the_model(tmp_path,
     assert f"has the weights of {best.name}" in said and "warning: the held-out loss is" in said
     assert "eval  at the start: loss" in said and "held out, loss" in said
     assert [row["health/overfits"] for row in run.metrics if "health/overfits" in row]
+    assert str(lockstep.load(run.path)) == f"Run({str(run.path)!r}, 20 steps)"
+    for verb, *words in (("train", "resume=true"), ("eval",)):
+        assert main([verb, str(run.path), *words]) == BAD_INPUT
+        assert "lockstep sft" in capsys.readouterr().err
     for place in ("", "/model"):
         files = [trained_by(f"{run.path}{place}")[1], locate_model(f"{run.path}{place}")]
         for file in files:

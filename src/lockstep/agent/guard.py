@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import inspect
 import math
+import re
 import sysconfig
 import traceback
 import types
@@ -33,6 +34,8 @@ MAX_NUMBER = 1e30
 """Largest reward or counter: sums and squares of such numbers over a batch stay finite."""
 CLOSE_SECONDS = 10.0
 """Seconds that an environment may take to close."""
+_OWN_FIGURES = re.compile(r"mean|std|min|max|failed|(mean|pass)@\d+(/.*)?|(source|reward)/.*")
+"""Names that the run gives its own figures, beside the parts of a reward."""
 _LIBRARIES = (
     str(Path(__file__).parents[1]),
     *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")),
@@ -241,6 +244,14 @@ def checked_numbers(found: Any, where: str) -> dict[str, float]:
     return numbers
 
 
+def checked_parts(found: Any) -> dict[str, float]:
+    """Parts of a reward by name. They are logged beside the run's own figures of rewards."""
+    numbers = checked_numbers(found, "parts")
+    if taken := [name for name in numbers if _OWN_FIGURES.fullmatch(name)]:
+        raise Unusable(f"parts.{taken[0]} has the name of the run's own figure; expected another")
+    return numbers
+
+
 def checked_messages(found: Any) -> tuple[Message, ...]:
     """Messages, for a dialogue."""
     plain: list[Message] = []
@@ -282,7 +293,7 @@ def checked_score(found: Any, *, num_turns: int) -> Score:
             raise Unusable(f"{text}; the episode has turns 0 to {num_turns - 1}")
         turn_rewards[int(turn)] = checked_number(reward, f"turn_rewards[{turn}]")
     reward = checked_number(found.reward, "reward")
-    parts = checked_numbers(found.parts, "parts")
+    parts = checked_parts(found.parts)
     return Score(reward=reward, parts=parts, turn_rewards=turn_rewards)
 
 

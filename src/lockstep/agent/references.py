@@ -106,7 +106,7 @@ def imported(place: str, *, where: str) -> ModuleType:
     token = _importing.set(place)
     try:
         module = importlib.import_module(name)
-    except Exception as error:  # whatever a user's module raises
+    except (Exception, SystemExit) as error:  # whatever a user's module raises
         raise ConfigError(f"{where}: {place} cannot be imported: {described(error)}.") from error
     finally:
         _importing.reset(token)

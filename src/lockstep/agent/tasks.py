@@ -276,26 +276,31 @@ class MixtureSource(TaskSource):
 # ---------------------------------------------------------------------------------------------
 
 
-def read_entries(
-    path: str | Path, make: Callable[[str, dict[str, Any]], T], *, prefix: str
-) -> list[T]:
-    """Reads one entry per line of a JSONL file.
+def content_id(payload: Mapping[str, Any]) -> str:
+    """The id of a task that gives none: equal tasks have equal ids, on any line of any file."""
+    return f"{derive_seed(json.dumps(payload, sort_keys=True)):016x}"
 
-    make: (id, the line's object without it) -> the entry. prefix: comes before the line's number in
-    the id of a line that gives none. Raises DataError that begins with `path:line`.
+
+def read_entries(path: str | Path, make: Callable[[str, dict[str, Any]], T]) -> list[T]:
+    """Reads one entry per line of a JSONL file. Equal lines without an id are one entry.
+
+    make: (id, the line's object without it) -> the entry. Raises DataError that begins with
+    `path:line`.
     """
     entries: list[T] = []
     lines: dict[str, int] = {}
     for number, record in read_jsonl(path):
         try:
-            given = record.pop("id", f"{prefix}{number}")
+            has_id = "id" in record
+            given = record.pop("id") if has_id else content_id(record)
             if isinstance(given, bool) or not isinstance(given, str | int) or given == "":
                 raise DataError(f"id must be text or a whole number, found {given!r}.")
-            entry_id = str(given)
-            entries.append(make(entry_id, record))
-            if first := lines.get(entry_id):
-                raise DataError(f"the id {entry_id!r} is already on line {first}.")
-            lines[entry_id] = number
+            entry = make(str(given), record)
+            first = lines.setdefault(str(given), number)
+            if first == number:
+                entries.append(entry)
+            elif has_id:
+                raise DataError(f"the id {str(given)!r} is already on line {first}.")
         except DataError as error:
             raise DataError(f"{path}:{number}: {error}") from error
     if not entries:
@@ -306,8 +311,8 @@ def read_entries(
 def read_tasks(path: str | Path, *, has_prompts: bool = True) -> list[Task]:
     """Reads the user's tasks, one JSON object per line.
 
-    `id` may be left out; the line number is taken. has_prompts: each line must have `messages` (a
-    list) or `question` (text). All other keys belong to the environment, which finds them in
+    `id` may be left out: `content_id`. has_prompts: each line must have `messages` (a list) or
+    `question` (text). All other keys belong to the environment, which finds them in
     `Task.payload`. Raises DataError that begins with `path:line`.
     """
 
@@ -316,7 +321,7 @@ def read_tasks(path: str | Path, *, has_prompts: bool = True) -> list[Task]:
             _check_prompt(record)
         return Task(id=task_id, payload=record)
 
-    return read_entries(path, make, prefix=f"{Path(path).stem}-" if has_prompts else "")
+    return read_entries(path, make)
 
 
 def _check_prompt(record: Mapping[str, Any]) -> None:

@@ -179,11 +179,12 @@ def _type_schema(hint: Any, where: str) -> dict[str, Any]:
             return {"type": [option["type"] for option in options]}
         return {"oneOf": options}  # harmony reads oneOf, not anyOf
     if origin in (list, collections.abc.Sequence):
-        return {"type": "array", "items": _type_schema(args[0], where)}
+        return {"type": "array", "items": _type_schema(args[0] if args else Any, where)}
     if origin in (dict, collections.abc.Mapping):
-        if args[0] is not str:
+        key, value = args or (str, Any)
+        if key is not str:
             raise ConfigError(f"{where}: JSON objects have text keys; found {hint}.")
-        return {"type": "object", "additionalProperties": _type_schema(args[1], where)}
+        return {"type": "object", "additionalProperties": _type_schema(value, where)}
     raise ConfigError(
         f"{where}: the type {hint} has no JSON schema here. Use str, int, float, bool, None, "
         "list[T], dict[str, T], Literal[...], unions of these, or Annotated[T, 'text']."
@@ -218,8 +219,8 @@ def parse_arguments(text: str, schema: ToolSchema) -> dict[str, Any]:
     """Parses the model's arguments and checks them against the schema of the tool.
 
     Raises ValueError whose text is written for the model. A whole number is accepted where a float
-    is expected, and nothing else is converted: "3" is not 3. An argument that the schema does not
-    name is refused, unless the schema allows others.
+    is expected, 3.0 where an integer is, and nothing else is converted: "3" is not 3. An argument
+    that the schema does not name is refused, unless the schema allows others.
     """
     try:
         arguments = load_json(text or "{}")
@@ -231,8 +232,10 @@ def parse_arguments(text: str, schema: ToolSchema) -> dict[str, Any]:
     if not _OPEN & parameters.keys():
         parameters["additionalProperties"] = False
     if problem := mismatch(arguments, parameters, "the call"):
-        raise ValueError(problem.removeprefix("the call."))
-    return arguments
+        raise ValueError(problem.replace("the call.", ""))
+    types = {name: of.get("type") for name, of in parameters.get("properties", {}).items()}
+    is_whole = {name: types.get(name) == "integer" for name in arguments}
+    return {name: int(value) if is_whole[name] else value for name, value in arguments.items()}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -376,8 +379,16 @@ class ToolRunner:
         if any(map(inspect.iscoroutinefunction, (entry.function, of_object))):
             seconds = None if entry.bounds_itself else self.limits.timeout_seconds
             return await guarded(call, check=as_output, seconds=seconds, seed=seed)
-        in_thread = functools.partial(in_daemon_thread, lambda: as_output(call()))
-        return result_of(await guarded(in_thread, seconds=self.limits.timeout_seconds))
+
+        def in_thread() -> Any:
+            found = call()
+            return found if inspect.isawaitable(found) else as_output(found)
+
+        async def awaited() -> Any:  # a decorator may hide that the function is async
+            found = result_of(await in_daemon_thread(in_thread))
+            return await found if inspect.isawaitable(found) else found
+
+        return await guarded(awaited, check=as_output, seconds=self.limits.timeout_seconds)
 
 
 def as_output(value: Any) -> ToolOutput:

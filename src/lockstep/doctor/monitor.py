@@ -7,6 +7,7 @@ imports nothing of the doctor.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,11 +25,11 @@ from lockstep.doctor.watch import Watch, choose
 from lockstep.errors import ConfigError
 from lockstep.observe.live import ViewKind
 from lockstep.recipes import custom_config, find_config
-from lockstep.run.train import check_out, said_first
+from lockstep.run.train import check_out, continued, said_first
 from lockstep.run.train import train as train_without_monitor
 from lockstep.run.train import train_side_by_side as train_side_by_side_without_monitor
 from lockstep.run_config import Config
-from lockstep.store.checkpoints import RunAddress
+from lockstep.store.checkpoints import RunAddress, split_address
 from lockstep.store.run import Outcome
 from lockstep.store.trajectories import trainer_logprobs
 from lockstep.types import Group, Sample
@@ -101,7 +102,7 @@ def rows_of(samples: Sequence[Sample], groups: Sequence[Group], *, version: int)
 
 @said_first()
 def train(
-    config: Config | str | Path | None = None,
+    config: Config | str | os.PathLike[str] | None = None,
     *,
     out: str | Path | None = None,
     resume: bool = False,
@@ -112,26 +113,30 @@ def train(
     """Trains, and returns how the run ended. Its rows are checked by the doctor at each step.
 
     config: all settings, or the name of a recipe or of a file of settings, with other settings
-    over it. In its place: `model=`, `tools=[function, ...]`, `reward=function`, `tasks=` a file, a
-    data set of the Hugging Face hub or a list, and any other setting as in a file, as for the
-    recipe `custom` (`lockstep.recipes.custom_config`). Other arguments: see
-    `lockstep.run.train.train`.
+    over it; with resume=True, the run to go on with. In its place: `model=`,
+    `tools=[function, ...]`, `reward=function`, `tasks=` a file, a data set of the Hugging Face hub
+    or a list, and any other setting as in a file, as for the recipe `custom`
+    (`lockstep.recipes.custom_config`). Other arguments: see `lockstep.run.train.train`.
 
     >>> def reward(episode):
     ...     return episode.answer == episode.task["answer"]
     >>> lockstep.train(model="Qwen/Qwen3-0.6B", reward=reward, tasks="t.jsonl")  # doctest: +SKIP
     """
+    check_not_importing()
+    if resume and out is None and not isinstance(config, Config | None):
+        out, _ = split_address(config)
+        config = out / "config.json"
     check_out(out, resume=resume)
     if config is None:
         config = custom_config(**settings)
-    elif isinstance(config, (str, Path)):
+    elif not isinstance(config, Config):
         config = find_config(config, settings)
+        config = continued(config, out) if resume and out else config
     elif settings:
         raise ConfigError(
             f"train(config) takes no {next(iter(settings))}=: change the config "
             "(dataclasses.replace), or give model=, reward= and tasks= in its place."
         )
-    check_not_importing()
     return train_without_monitor(
         config, out=out, resume=resume, start=start, view=view, monitor=open_monitor
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import itertools
 import json
@@ -20,7 +21,7 @@ from lockstep.agent.environment import Environment, Observation, Score
 from lockstep.agent.guard import checked_number, described, guarded, result_of
 from lockstep.agent.references import LIVE, find, is_reference
 from lockstep.agent.task_config import IN_PROCESS, AskedTasks, Split
-from lockstep.agent.tasks import derive_seed
+from lockstep.agent.tasks import content_id
 from lockstep.agent.tools import (
     Tool,
     ToolEnvironment,
@@ -125,7 +126,7 @@ class CustomConfig(AskedTasks, FileTasks):
     def check(self) -> None:
         _ = self.functions
         reward, (task, *_) = self._reward, self.splits["train"]
-        environment = CustomEnvironment(self, task, ToolLimits())
+        environment = CustomEnvironment(self, copy.deepcopy(task), ToolLimits())
         try:
             run_to_end(guarded(partial(environment.score_by, reward), seconds=TRIAL_SECONDS))
         except (ConfigError, DataError):
@@ -251,8 +252,7 @@ class CustomConfig(AskedTasks, FileTasks):
             with located(where, DataError):
                 task_id = payload.get("id")
                 has_id = task_id is not None
-                if not has_id:
-                    task_id = f"{derive_seed(json.dumps(payload, sort_keys=True)):016x}"
+                task_id = task_id if has_id else content_id(payload)
                 if type(task_id) not in (str, int) or task_id == "":
                     raise DataError(f"id must be text or a whole number, found {task_id!r:.60}.")
                 payload.pop("id", None)

@@ -50,7 +50,7 @@ class FileTasks(HeldOutTasks):
     """(seed, index) -> a task, for kinds that generate tasks where no path is given."""
 
     path: str = ""
-    """JSONL with a task per line: any object. Without an "id" the line number is its id."""
+    """JSONL with a task per line: any object. Without an "id" its content names it."""
     eval_path: str = ""
     """File of the same form for evaluation. Empty: eval_share of `path` is held out."""
 

@@ -31,7 +31,7 @@ from lockstep.recipes.memory_fit import fit_memory, left_open
 from lockstep.recipes.registry import find_recipe
 from lockstep.renderers.config import ChatMLConfig
 from lockstep.renderers.tokenizer import Tokenizer
-from lockstep.run_config import Config, ModelChoice, SupervisedConfig
+from lockstep.run_config import Config, ModelChoice, SupervisedConfig, check_is_rl
 from lockstep.training.config import TrainerConfig
 
 FITTED = ("custom", "docsearch", "agent", "connect")
@@ -67,11 +67,12 @@ def configure(
     return fit_memory(config, given, model, directory, may_adapt=False)
 
 
-def find_config(target: str | Path, settings: Mapping[str, Any]) -> Config:
+def find_config(target: str | os.PathLike[str], settings: Mapping[str, Any]) -> Config:
     """The config of a recipe, or of a file of settings, with other settings as in a file."""
-    if Path(target).suffix in FILE_FORMS:
-        return read_config(Path(target), tree=settings)
-    return configure(str(target), tree=settings)
+    path = Path(target)
+    if path.suffix in FILE_FORMS:
+        return read_config(path, tree=settings)
+    return configure(os.fspath(target), tree=settings)
 
 
 def read_config(
@@ -81,6 +82,7 @@ def read_config(
     over; without it, what the file leaves open has its default. tree: settings over the file's."""
     tree = merged(read_tree(path), nested(tree or {}))
     recipe = tree.pop("recipe", None)
+    check_is_rl(tree, path.parent)
     with located(str(path)):
         if recipe is not None:
             return configure(str(recipe), tree=tree, overrides=overrides)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from lockstep.config import tag
+from lockstep.config import differences, from_dict, tag, to_dict
 from lockstep.display import show_once
-from lockstep.errors import DiskFullError, LockstepError, is_full_disk
+from lockstep.errors import ConfigError, DiskFullError, LockstepError, is_full_disk
 from lockstep.launch.place import is_follower
 from lockstep.launch.processes import on_all_ranks
 from lockstep.models.locate import CONFIG_FILES, locate_model
@@ -20,6 +20,8 @@ from lockstep.run.served import find_seats
 from lockstep.run_config import Config
 from lockstep.store.checkpoints import RunAddress
 from lockstep.store.run import Outcome, check_place, default_run_path, load_run
+
+T = TypeVar("T", bound=Any)
 
 if TYPE_CHECKING:
     from lockstep.run.training_run import OpenMonitor
@@ -111,6 +113,21 @@ def check_out(out: str | Path | None, *, resume: bool) -> None:
         load_run(out)
     elif out:
         check_place(out)
+
+
+def continued(config: T, run: str | Path) -> T:
+    """`config`, with which `run` goes on. Raises ConfigError if its settings differ from the run's
+    first ones."""
+    stored, asked = load_run(run).config, to_dict(config)
+    # A run continues with any number of processes, anywhere: its numbers stay the same.
+    stored |= {name: asked[name] for name in ("parallel", "placement") if name in asked}
+    if changed := differences(stored, asked):
+        listed = ", ".join(f"{k}: {a} -> {b}" for k, (a, b) in changed.items())
+        raise ConfigError(
+            f"resume=true continues {run} as it was, and these settings differ: {listed}. To go "
+            f"on with other settings start a new run from its checkpoint: from={run}@STEP."
+        )
+    return from_dict(type(config), stored)
 
 
 def check_run(

@@ -344,7 +344,7 @@ class Run:
     path: Path
 
     def __repr__(self) -> str:
-        return f"Run({str(self.path)!r}, {len(self.values('reward/mean'))} steps)"
+        return f"Run({str(self.path)!r}, {len(self.values('time/step_seconds'))} steps)"
 
     def _repr_html_(self) -> str:
         config = self.config
@@ -531,8 +531,8 @@ def check_place(path: str | os.PathLike[str]) -> None:
     found = [name for name in _OWN_NAMES if _holds_something(path / name)]
     if found:
         raise RunError(
-            f"{path} holds a run already (it has {', '.join(found)}). Continue it with "
-            "resume=true, or choose another directory with out=DIR."
+            f"{path} holds a run already (it has {', '.join(found)}). Choose another directory "
+            "with out=DIR, or continue a training run with resume=true."
         )
 
 

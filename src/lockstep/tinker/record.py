@@ -7,6 +7,7 @@ reward of a stored episode is the mean advantage of its sampled tokens.
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -68,6 +69,7 @@ class ModelRecord:
         self._directory: RunDirectory | None = None
         self._last_step, self._began = -1, time.monotonic()
         self._unwritten: list[tuple[dict[str, Any], list[Group], list[Sample]]] = []
+        self._writing = threading.Lock()
         self._forget()
 
     def _opened(self) -> RunDirectory:
@@ -188,13 +190,14 @@ class ModelRecord:
 
     def _write(self) -> None:
         """Writes the recorded updates, also those that a full disk refused before."""
-        while self._unwritten:
-            row, groups, samples = self._unwritten[0]
-            if groups:
-                self._opened().write_trajectories(row["step"], groups, samples=samples)
-            self._opened().log(row)
-            del self._unwritten[0]
-            self._view.step(row)
+        with self._writing:  # `close` may come while the thread of a cancelled `step` still writes
+            while self._unwritten:
+                row, groups, samples = self._unwritten[0]
+                if groups:
+                    self._opened().write_trajectories(row["step"], groups, samples=samples)
+                self._opened().log(row)
+                del self._unwritten[0]
+                self._view.step(row)
 
     def close(self) -> None:
         """Frees the directory and writes its report, if there has been an update."""

@@ -112,6 +112,7 @@ def test_what_an_engine_cancels_fails_its_episode():
     [
         (Score(reward=1.0, parts=None), "parts is None; expected a mapping"),
         (Score(reward=1.0, parts={0.5: 1.0}), "parts has the key 0.5; expected text"),
+        (Score(reward=1.0, parts={"a": 1.0, "mean@1": 1.0}), "parts.mean@1 has the name of"),
         (Score(reward=10**400), "reward is too large for a float"),
         (Score(reward=1.0, parts={"a": 10**5000}), "parts.a is too large for a float"),
         (Score(reward=1j), "reward is 1j; expected a finite number"),

@@ -2,12 +2,20 @@
 
 import itertools
 import json
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.agent.tasks import GeneratedSource, ListSource, MixtureSource, derive_seed, read_tasks
+from lockstep.agent.tasks import (
+    GeneratedSource,
+    ListSource,
+    MixtureSource,
+    content_id,
+    derive_seed,
+    read_tasks,
+)
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.store.files import read_jsonl
 from lockstep.types import Task
@@ -144,10 +152,10 @@ def test_a_file_of_questions_and_messages_becomes_tasks(tmp_path):
     )
     first, second = read_tasks(path)
     assert first == Task(id="7", payload={"question": "2 + 2?", "answer": "4"})
-    assert second.id == "mine-3"
+    assert second.id == content_id(second.payload)  # on whichever line of whichever file
     assert second.payload["level"] == 3
     source = ListSource(read_tasks(path), seed=1)
-    assert sorted(ids(itertools.islice(source, 4))) == ["7", "7", "mine-3", "mine-3"]
+    assert Counter(ids(itertools.islice(source, 4))) == {"7": 2, second.id: 2}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import random
 import sys
 import threading
 import time
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Dict, List, Literal  # noqa: UP035
 
 import pytest
 from hypothesis import given, settings
@@ -78,11 +78,13 @@ def test_a_signature_and_its_docstring_become_a_json_schema():
 
 def test_plain_unions_become_a_list_of_types():
     @tool
-    def f(a: int | str, b: bool | None = None) -> None: ...
+    def f(a: int | str, c: List, d: Dict, b: bool | None = None) -> None: ...  # noqa: UP006
 
     assert f.parameters["properties"] == {
         "a": {"type": ["integer", "string"]},
         "b": {"type": ["boolean", "null"]},
+        "c": {"type": "array", "items": {}},
+        "d": {"type": "object", "additionalProperties": {}},
     }
 
 
@@ -178,7 +180,8 @@ def test_arguments_that_do_not_fit_are_explained_to_the_model(text, problem):
         parse_arguments(text, typed)
 
 
-def test_a_whole_number_is_accepted_as_a_float_and_nothing_else_is_converted():
+def test_a_whole_number_is_accepted_in_either_form_and_nothing_else_is_converted():
+    assert repr(parse_arguments('{"a": 1e2, "b": 3.0}', typed)) == "{'a': 100, 'b': 3.0}"
     assert parse_arguments('{"a": 1, "b": 2, "c": null}', typed) == {"a": 1, "b": 2, "c": None}
     assert parse_arguments('{"a": 1, "c": "text"}', typed)["c"] == "text"
 
@@ -269,6 +272,14 @@ def test_a_tool_that_raises_becomes_an_observation(entry, text):
     (reply,), counters = run([entry], [call(entry.name)])
     assert reply.content == text
     assert counters == {"tool/calls": 1, "tool/errors": 1}
+
+
+def test_a_coroutine_behind_a_plain_function_is_awaited():
+    async def look() -> str:
+        return "sunny"
+
+    (reply,), counters = run([tool(lambda: look(), name="look")], [call("look")])
+    assert (reply.content, counters) == ("sunny", {"tool/calls": 1})
 
 
 def test_megabytes_are_cut_with_a_notice():

@@ -173,6 +173,8 @@ def test_a_script_without_a_guard_does_not_train_again_when_it_is_imported(here)
         "lockstep.train(model='tiny-math', reward=reward, tasks=['a', 'b'])\n"
     )
     refused("below `if __name__", reward="unguarded.py:reward")
+    (here / "exits.py").write_text("raise SystemExit(0)\n")
+    refused("exits.py cannot be imported: SystemExit", reward="exits.py:reward")
 
 
 def test_train_takes_a_config_or_settings():
@@ -229,6 +231,16 @@ def test_a_reward_that_raises_is_refused_before_the_run_with_the_columns():
 
 
 # -- tools and tasks ----------------------------------------------------------------------------
+
+
+def test_what_the_trial_of_the_reward_changes_does_not_stay():
+    def consumes(episode):
+        episode.task["refs"].append(1)
+        return 1.0
+
+    config = config_of([{"question": text, "refs": []} for text in "ab"], consumes).task
+    config.check()
+    assert [task.payload["refs"] for split in config.splits.values() for task in split] == [[], []]
 
 
 def test_a_tool_without_types_is_refused():

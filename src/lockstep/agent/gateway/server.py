@@ -385,9 +385,9 @@ class GatewayServer:
 
     async def _create(self, request: web.Request) -> web.Response:
         self._check_master(request)
-        given = (await self._value(request))["task"]
-        task = None
+        given, task = (await self._value(request, "task"))["task"], None
         if given.raw is not None:
+            given.check_known("id", "payload", is_strict=True)
             task = Task(id=given["id"].text(), payload=given["payload"].object())
         return _json(self._access(self.sessions.create(task=task)), status=201)
 
@@ -441,7 +441,7 @@ class GatewayServer:
     async def _claim(self, request: web.Request) -> web.Response:
         if self._claims_need_key:
             self._check_master(request)
-        body = await self._value(request)
+        body = await self._value(request, "wait_seconds")
         seconds = body["wait_seconds"].number(0, MAX_CLAIM_SECONDS)
         try:
             async with asyncio.timeout(CLAIM_SECONDS if seconds is None else seconds):

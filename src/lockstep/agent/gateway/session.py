@@ -29,7 +29,7 @@ from lockstep.agent.gateway.drafts import Draft, Drafts
 from lockstep.agent.gateway.exchange import Refusal, TurnReply, TurnRequest, client_message
 from lockstep.agent.gateway.reading import Dialogues
 from lockstep.agent.gateway.tree import Answer, History, Tree
-from lockstep.agent.guard import checked_number, checked_numbers, described
+from lockstep.agent.guard import checked_number, checked_parts, described
 from lockstep.agent.tasks import derive_seed
 from lockstep.agent.turns import OutOfTime, Prompt, Turn, TurnSampler, count, offer
 from lockstep.engines.grammar import grammar_problem
@@ -192,7 +192,7 @@ class GatewaySession:
         Raises Refusal."""
         self._check_open()
         try:
-            number, numbers = checked_number(reward, "reward"), checked_numbers(parts, "parts")
+            number, numbers = checked_number(reward, "reward"), checked_parts(parts)
         except TypeError as problem:
             raise Refusal(400, "invalid_reward", str(problem)) from None
         if leaf is not None and leaf not in self.turn_ends:

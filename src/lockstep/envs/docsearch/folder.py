@@ -213,7 +213,7 @@ class Library:
     def read_questions(self, path: str | Path) -> list[Question]:
         """Questions of a JSONL file. Raises DataError, `path:line` first, for a malformed line and
         for a gold passage that does not exist."""
-        return read_entries(path, self._question, prefix="question-")
+        return read_entries(path, self._question)
 
     def _question(self, question_id: str, record: Mapping[str, Any]) -> Question:
         known = ("id", "question", "answer", "answers", "gold", "label")

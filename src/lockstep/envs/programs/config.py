@@ -22,7 +22,7 @@ class _AgentTasks(FileTasks):
     """Base of tasks for finished agents."""
 
     path: str = ""
-    """JSONL file with one task per line: any object; without an "id" the line number is taken.
+    """JSONL file with one task per line: any object; without an "id" it is named by its content.
     Empty: endless tasks with nothing but a `seed`, for agents that make their own."""
 
     def _read(self, path: str) -> list[Task]:

@@ -119,6 +119,8 @@ def test_a_key_of_one_session_opens_no_other(gateway: Gateway):
         assert status == 403, (path, found)
         assert found["error"]["type"] == "permission_error"
     assert not gateway.sessions.get(other["id"]).trajectory.segments
+    for body in ({"task_id": "a"}, {"task": {"id": "a", "question": "q"}}):
+        assert gateway.ask("POST", "/sessions", body)[0] == 400
 
 
 def test_with_a_key_of_its_own_the_server_lets_nobody_else_in(locked: Gateway):
