@@ -21,18 +21,18 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "lockstep"
 
 CEILINGS = {
-    "nouns: types, errors, config": 1_909,
-    "tinker": 3_656,
+    "nouns: types, errors, config": 1_910,
+    "tinker": 3_659,
     "run": 4_802,
     "renderers": 3_205,
     "models and ops": 8_456,
     "engines, sync, launch": 8_975,
     "agent": 6_609,
-    "learn: training, correction, objectives": 5_026,
+    "learn: training, correction, objectives": 5_028,
     "doctor": 7_293,
     "integrations": 1_224,
     "store, observe, report": 2_664,
-    "environments and recipes": 3_441,
+    "environments and recipes": 3_443,
     "testing": 1_513,
     "tests": 59_644,
     "proofs and benchmarks": 8_832,

@@ -187,7 +187,12 @@ class _UnknownSettingError(Exception):
         """The message, with the settings that may be meant: those beside it come first."""
         (where, value), *_ = flatten({self.where: self.value}).items()
         text = value if isinstance(value, _Text) else ""
-        return f"unknown setting {where!r}.{hint(where, text, self.known)}"
+        hinted = hint(where, text, self.known)
+        if where in self.known and (room := where.rpartition(".")[0]):
+            hinted = f" It is one of another {room}: choose that first, as in {room}=KIND."
+        elif f"{where}={text}" in hinted:
+            hinted = ""
+        return f"unknown setting {where!r}.{hinted}"
 
 
 def _from_dict(cls: type[T], tree: Mapping[str, Any], path: str) -> T:

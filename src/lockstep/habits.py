@@ -32,8 +32,6 @@ def hint(key: str, text: str, paths: Iterable[str]) -> str:
 
     >>> hint("learning_rate", "1e-5", ["steps", "trainer.lr"])
     " Did you mean 'trainer.lr=1e-5'?"
-    >>> hint("engine.urls", "http://x", ["engine.urls"])
-    ' It is a setting of another engine: choose that first, as in engine=KIND.'
     """
     known = {path: path.rpartition(".")[2] for path in paths if not path.endswith(".type")}
     plain = key.lstrip("+~-").replace("-", "_")
@@ -42,8 +40,6 @@ def hint(key: str, text: str, paths: Iterable[str]) -> str:
     if not text and (word := meant or plain) in COMMAND_LINE:
         place = "in Python as start=" if word == "from" else "in Python"
         return f" {word} is given beside the settings, on the command line or {place}."
-    if key in known and "." in key:
-        return f" It is a setting of another {room}: choose that first, as in {room}=KIND."
     if re.split(r"\W", meant)[0] not in {"out", "resume", *(p.split(".")[0] for p in known)}:
         meant = ""
     if plain in known:
@@ -56,7 +52,7 @@ def hint(key: str, text: str, paths: Iterable[str]) -> str:
         found = difflib.get_close_matches(plain, known, n=1, cutoff=0.75)
         ends = difflib.get_close_matches(last, known.values(), n=1, cutoff=0.6)
         found = found or [path for path, end in known.items() if end in ends]
-    if found != [f"{key}={text}"] and found:
+    if found:
         found = sorted(found, key=lambda path: path.count("."))[:3]
         written = [f"{p}={text}" if text and "=" not in p else p for p in found]
         return f" Did you mean {' or '.join(map(repr, written))}?"

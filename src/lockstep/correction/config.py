@@ -215,7 +215,7 @@ class Correction(Checked):
             (not 0 <= low < high, f"{limits}: expected 0 <= lower < upper. Swapped?"),
             (is_beside_1, f"{limits}: a weight of 1, of equal policies, must lie between them."),
             (is_cut_below, f"{limits}: bound=truncate has no lower limit; clip and mask have one."),
-            (is_twice, f": level={level} needs anchor=recomputed: rollout counts the ratio twice."),
+            (is_twice, f": level={level} with anchor=rollout counts trainer / rollout twice."),
             (is_idle_normalize, ".normalize=true: level=none has no weight. Set level=token."),
             (is_unread, f".rescorings are never read with anchor={anchor} and no level."),
             (len(set(names)) < len(names), f".reject: give one of {names} a label of its own."),

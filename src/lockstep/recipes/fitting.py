@@ -128,6 +128,8 @@ def custom_config(
         "path": reference_to(tasks, name="tasks"),
     }
     own = dict(settings.pop("task", {}))
+    if twice := sorted(own.keys() & task.keys() - {"type"}):
+        raise ConfigError(f"task.{twice[0]} is given beside the argument that says it: drop one.")
     return configure("custom", tree={"model": model, **settings, "task": own | task})
 
 

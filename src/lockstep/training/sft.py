@@ -276,8 +276,13 @@ def _read_record(source: Mapping[str, Any], where: str) -> SFTExample | Sample:
     known = {"token_ids", "loss_mask", "weights", "teacher_ids", "teacher_logprobs"}
     if is_dialogue := any(name in source for name in COLUMNS):
         known = {next(name for name in COLUMNS if name in source), *BESIDE}
+    if not is_dialogue and "token_ids" not in source:
+        raise DataError(
+            "expected `messages` (OpenAI's form), `conversations` (ShareGPT's), or `token_ids` "
+            f"with `loss_mask`; found {sorted(source)}."
+        )
     if unknown := sorted(set(source) - known):
-        raise DataError(f"unknown keys {unknown}; known here are {sorted(known)}.")
+        raise DataError(f"unknown keys {unknown}: leave them out. Known here are {sorted(known)}.")
     if not is_dialogue:
         return _read_ids(source, where)
     found = read_dialogue(source)
@@ -290,11 +295,8 @@ def _read_record(source: Mapping[str, Any], where: str) -> SFTExample | Sample:
 
 
 def _read_ids(source: Mapping[str, Any], where: str) -> Sample:
-    if "token_ids" not in source or "loss_mask" not in source:
-        raise DataError(
-            "expected `messages` (OpenAI's form), `conversations` (ShareGPT's), or `token_ids` "
-            f"with `loss_mask`; found {sorted(source)}."
-        )
+    if "loss_mask" not in source:
+        raise DataError(f"expected `loss_mask` beside `token_ids`; found {sorted(source)}.")
     ids, mask, weights = source["token_ids"], source["loss_mask"], source.get("weights")
     weights = [1.0] * len(mask) if weights is None else weights
     for name, values in (("token_ids", ids), ("loss_mask", mask), ("weights", weights)):

@@ -248,7 +248,7 @@ def test_a_teacher_s_own_rows_are_no_loss_and_another_s_are_learned(tmp_path):
     [
         ("{not json", "not a JSON object"),
         ("[1]", "expected a JSON object, found list"),
-        ({"text": "x"}, r"\['text'\]"),
+        ({"text": "x"}, r"`messages`.*\['text'\]"),
         ({"messages": DIALOGUE, "extra": 1}, r"\['extra'\]"),
         ({"token_ids": [1, 2]}, "`loss_mask`"),
         ({"token_ids": [1, 2], "loss_mask": [0]}, "loss_mask"),
