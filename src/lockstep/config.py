@@ -190,7 +190,7 @@ class _UnknownSettingError(Exception):
         hinted = hint(where, text, self.known)
         if where in self.known and (room := where.rpartition(".")[0]):
             hinted = f" It is one of another {room}: choose that first, as in {room}=KIND."
-        elif f"{where}={text}" in hinted:
+        elif repr(f"{where}={text}") in hinted:
             hinted = ""
         return f"unknown setting {where!r}.{hinted}"
 
