@@ -133,9 +133,8 @@ def test_sampled_and_expected_ids_stand_side_by_side_and_hostile_text_moves_noth
 def test_what_could_not_be_checked_says_what_it_lacks_and_how_to_get_it():
     rows = make_rows().with_(rollout_logprobs=None)
     why = "this format has no such column; set logger.logprobs=true"
-    found = lockstep.diagnose(
-        ArrayDump(rows, lacks={"rollout_logprobs": why}), only=["hypotheses/shifted"]
-    )
+    dump = ArrayDump(rows, lacks={"rollout_logprobs": why})
+    found = lockstep.diagnose(dump, only=["hypotheses/shifted"])
     assert found.outcome == "not_judged" and EXIT_CODES[found.outcome] == 2
     (finding,) = found.with_verdict("not_checkable")
     assert found.missing_for(finding) == [f"rollout_logprobs: {why}"]
@@ -213,9 +212,8 @@ def test_the_worst_rows_and_a_sample_of_all_are_chosen_in_bounded_memory():
 
 def test_exit_codes_and_errors_of_the_verb(tmp_path, capsys):
     assert main(["doctor", str(tmp_path / "none")]) == 2
-    assert "does not exist. Expected the directory of a run" in " ".join(
-        capsys.readouterr().err.split()
-    )
+    said = " ".join(capsys.readouterr().err.split())
+    assert "does not exist. Expected the directory of a run" in said
     with RunDirectory.create(tmp_path / "run", {"recipe": "x"}):
         pass
     assert main(["doctor", str(tmp_path / "run"), "--json"]) == 2
