@@ -53,6 +53,15 @@ def test_a_healthy_dump_is_consistent_and_what_was_tried_is_ruled_out():
     assert "differs" not in text.lower()
 
 
+@pytest.mark.parametrize("facts", [{}, {"is_one_process": True}, {"trainer": "lockstep"}])
+def test_log_probs_that_are_equal_in_every_bit_are_asked_about(facts):
+    rows = make_rows()
+    dump = ArrayDump(rows.with_(trainer_logprobs=rows.rollout_logprobs), **facts)
+    notes = lockstep.diagnose(dump).to_json()["notes"]
+    assert [one for one in notes if "was one column copied" in one] == notes
+    assert len(notes) == (not facts) and not lockstep.diagnose(ArrayDump(rows)).notes
+
+
 def test_a_gap_that_no_cause_explains_differs_and_says_what_would_tell_more():
     rows = make_rows()
     wild = rows.trainer_logprobs.copy()

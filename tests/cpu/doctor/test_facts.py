@@ -349,9 +349,6 @@ def test_a_template_tells_that_no_reply_has_its_end(renderer, places):
     assert [len(c.begin) for c in found] == [places] * bool(places)
 
 
-SAID_STOP = ("stop",) * 12
-
-
 @pytest.mark.parametrize("name", ["", "inside", "engine", "unusual"])
 def test_a_reply_that_ends_with_a_stop_string_has_its_end(name):
     """A control token in the text after a reply shows a template, which has a stop id there."""
@@ -361,7 +358,7 @@ def test_a_reply_that_ends_with_a_stop_string_has_its_end(name):
         ids.reshape(12, -1)[1:, 49] = ids.reshape(12, -1)[1:, 109] = 46
     elif name:
         ids.reshape(12, -1)[:, 60] = 46
-    rows = ROWS.with_(token_ids=ids, finish_reasons=SAID_STOP)
+    rows = ROWS.with_(token_ids=ids, finish_reasons=("stop",) * 12)
     rows = with_engine(rows) if name == "engine" else rows
     found = list(missing_stop(rows, Setting(stop_ids=frozenset({46}))))
     expected = {"inside": [("shown", 12)], "unusual": [("fit", 2)]}.get(name, [])

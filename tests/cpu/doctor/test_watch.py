@@ -558,8 +558,10 @@ def test_datums_of_tinker_are_read_as_its_files_are(tmp_path):
 
 def test_rows_of_your_own_may_be_lists_arrays_or_tensors(tmp_path):
     watching = Watching(tmp_path, facts=Facts(trainer="mine", temperature=1.0))
-    found = watching.watch.rows(own_rows(shifted()), step=2)
+    said = {"messages": [{"role": "tool", "content": "of no function"}]}
+    found = watching.watch.rows([row | said for row in own_rows(shifted())], step=2)
     assert found["doctor/rows"] == 16 and found["doctor/shifted"] == 1.0
+    assert "messages are left out: row 2 of step 2: messages: message 0" in watching.said[0]
     assert diagnose(tmp_path / "step-000002-rank-0.parquet").setting.trainer == "mine"
 
 

@@ -19,11 +19,8 @@ from lockstep.doctor.inputs.lines import HEAD_ROWS
 from lockstep.doctor.inputs.registry import open_dump
 from lockstep.errors import DataError
 
-GOOD: dict[str, Any] = {
-    "token_ids": [1, 2],
-    "loss_mask": [False, True],
-    "rollout_logprobs": [None, -0.5],
-}
+GOOD: dict[str, Any] = {"token_ids": [1, 2], "loss_mask": [False, True]}
+GOOD["rollout_logprobs"] = [None, -0.5]
 
 
 class Boom:

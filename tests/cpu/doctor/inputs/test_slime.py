@@ -87,11 +87,8 @@ def test_what_it_has_is_what_its_rows_have_and_the_rest_is_said(tmp_path):
 
 
 def test_without_a_mask_the_whole_response_is_trained_and_removed_samples_are_not(tmp_path):
-    path = save(
-        tmp_path / "7.pt",
-        sample(0, loss_mask=None, weight_versions=["3"]),
-        sample(1, remove_sample=True),
-    )
+    whole = sample(0, loss_mask=None, weight_versions=["3"])
+    path = save(tmp_path / "7.pt", whole, sample(1, remove_sample=True))
     rows = only(SlimeDump(path))
     assert rows.loss_mask.tolist() == [False] * 2 + [True] * 5 + [False] * 7
     assert rows.rollout_logprobs[2] == -0.5
