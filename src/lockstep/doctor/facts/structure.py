@@ -145,9 +145,9 @@ def missing_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     note = "a reply ended, and neither it nor the text after it has a stop id"
     # A model scores the row with the stop id (hypotheses/structure): what else is wrong then shows.
     found = partial(Contradiction, "missing_final", note, reaches_on=setting.model is None)
-    for how, where in ((basis, is_wrong), ("fit", is_unusual & ~is_wrong)):
+    for where in (is_wrong, is_unusual & ~is_wrong):
         if len(at := last[where & ~is_told]):
-            yield found(at, at + 1, basis=how)
+            yield found(at, at + 1, basis=basis if where is is_wrong else "fit")
 
 
 def _is_usual(has_end: BoolArray) -> bool:
