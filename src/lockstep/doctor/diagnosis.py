@@ -16,7 +16,7 @@ from rich.text import Text
 from lockstep.doctor.causes import CAUSES, Cause
 from lockstep.doctor.examine import Examination, Share
 from lockstep.doctor.explain import HYPOTHESES, MIN_SHARE
-from lockstep.doctor.findings import FLOAT_NOISE, MOST, Evidence, Finding, Setting
+from lockstep.doctor.findings import FLOAT_NOISE, MIN_TOKENS, MOST, Evidence, Finding, Setting
 from lockstep.doctor.gap import Gap, Place, Split
 from lockstep.doctor.inputs.base import HOW_TO_GET, Dump
 from lockstep.doctor.rows import SIDES, Rows
@@ -119,6 +119,21 @@ class Diagnosis:
     @property
     def _missing_sides(self) -> list[str]:
         return [column for column in SIDES.values() if column not in self.dump.has]
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences for the reader: about the dump, and about what was compared."""
+        examined, setting = self.examination, self.setting
+        out = [
+            f"{num:,} of {examined.num_rows:,} rows, not scored by the {side}, are not compared"
+            for side, num in examined.num_unscored.items()
+            if num
+        ]
+        is_own = setting.is_one_process or setting.trainer == "lockstep"
+        num_equal = examined.before.histogram()["equal"]
+        if num_equal == examined.gap.tokens >= MIN_TOKENS and not is_own:
+            out += ["all log-probs are equal in every bit: was one column copied from the other?"]
+        return [*self.dump.notes, *out]
 
     @property
     def headline(self) -> str:
@@ -229,9 +244,8 @@ class Diagnosis:
             level: Certainty = "likely" if share >= MOST and not is_learnt else "possible"
             why = f"it explains {share:.0%} of the remaining gap, beyond chance"
         others = set(self.examination.rivals.get(cause.name, ()))
-        others |= {c.name for c in CAUSES.values() if c.kind and c.kind == cause.kind} - {
-            cause.name
-        }
+        others |= {c.name for c in CAUSES.values() if c.kind and c.kind == cause.kind}
+        others.discard(cause.name)
         if others:
             why += f"; these rows do not tell it from {', '.join(sorted(others))}"
         return level, why
@@ -288,7 +302,7 @@ class Diagnosis:
         show_line(console, "input", text)
         if self.headline:
             show_line(console, "verdict", self.headline, "bold")
-        for note in self.dump.notes:
+        for note in self.notes:
             show_line(console, "note", note)
         means = gap.means()
         figures = "  ".join(f"{name} {means[name]:.2e}" for name in ("k1", "k2", "k3"))
@@ -398,14 +412,11 @@ class Diagnosis:
                 "next_steps": self.next_steps,
                 "mostly_in": [_place(place) for place in self.unexplained],
             },
-            "where": {
-                "before": split_to_json(examined.before),
-                "after": split_to_json(examined.after),
-            },
+            "where": {n: split_to_json(getattr(examined, n)) for n in ("before", "after")},
             "findings": [finding_to_json(finding) for finding in examined.findings],
             "found_while_training": dict(self.dump.found_before),
             "not_in_input": dict(self.lacks),
-            "notes": list(self.dump.notes),
+            "notes": self.notes,
         }
 
     def _cause_to_json(self, cause: Cause, finding: Finding) -> dict[str, Any]:
@@ -450,9 +461,7 @@ def evidence_to_json(piece: Evidence) -> dict[str, Any]:
 def split_to_json(split: Split) -> dict[str, Any]:
     """Every part with its labels, agreement of routes, the steps, and the sizes of d."""
     return {
-        "parts": {
-            part.name: [_place(place) for place in split.places(part.name)] for part in PARTS
-        },
+        "parts": {p.name: [_place(place) for place in split.places(p.name)] for p in PARTS},
         "routes": {
             name: _means(gap)
             for name, gap in zip(("same", "differ"), split.routes, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -29,12 +29,12 @@ from lockstep.doctor.explain import (
 )
 from lockstep.doctor.facts.base import FACTS, Fact, Tally
 from lockstep.doctor.facts.physical import PHYSICAL, contradictions
-from lockstep.doctor.facts.values import step_of
+from lockstep.doctor.facts.values import sides, step_of
 from lockstep.doctor.findings import MAX_EVIDENCE, MOST, Finding, Setting, Verdict
 from lockstep.doctor.gap import Gap, Split
 from lockstep.doctor.hypotheses.unlike import NOISE, rest_of
 from lockstep.doctor.rows import SIDES, Rows
-from lockstep.observe.alarms import DENSE_BAND, ONE_PROCESS_BAND, WARNING_LIMIT
+from lockstep.observe.alarms import DENSE_BAND, ONE_PROCESS_BAND
 
 ROOMS = ("facts.engine", "facts.structure", "facts.text", "facts.values")
 """Facts in the order that they take their tokens' gap: other ids explain the numbers there."""
@@ -101,6 +101,8 @@ class Examination:
     """Cause -> its share: the sum over the checks that found it."""
     num_rows: int = 0
     num_tokens: int = 0
+    num_unscored: Counter[str] = field(default_factory=Counter[str])
+    """Side -> rows that it did not score, though it scored others."""
     limit: float = 0.0
     """Mean of d^2 / 2 that numerics can make."""
     rivals: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
@@ -166,7 +168,7 @@ def limit_of(setting: Setting, rows: Rows | None) -> float:
         return ONE_PROCESS_BAND[1] * 100
     if setting.model is not None and rows is not None and setting.model.has_own(rows):
         return max(NOISE * setting.model.noise(rows) / 2, DENSE_BAND[0])
-    return WARNING_LIMIT if setting.is_moe else DENSE_BAND[1]
+    return setting.band
 
 
 def within(limit: float, num_tokens: int) -> float:
@@ -208,6 +210,8 @@ def examine(
             after = deepcopy(out.before)
         if after is not None:
             after.add(left)
+        for side, values, *_ in sides(rows):
+            out.num_unscored[side] += int(rows.unscored(values).sum())
         out.before.add(rows)
         sample.add(left)
     out.after = after or out.before

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lockstep.doctor.causes import CAUSES
-from lockstep.doctor.findings import MIN_TOKENS, Basis, Evidence, Setting, claim_of, evidence_at
+from lockstep.doctor.findings import MIN_TOKENS, Basis, Evidence, Setting, claim_of
 from lockstep.doctor.rows import SIDES, BoolArray, Float64Array, Rows, given
 from lockstep.errors import ConfigError
 
@@ -492,5 +492,5 @@ def evidence_of(view: View, judged: Judged, limit: int) -> tuple[Evidence, ...]:
         before = float(np.abs(rows.gap[mine]).mean())
         after = float(np.abs(judged.after[mine]).mean())
         note = f"mean |d| {before:.2g} becomes {after:.2g}: {judged.prediction.text}"
-        out.append(evidence_at(rows, begin, end, note))
+        out.append(Evidence.at(rows, begin, end, note))
     return tuple(out)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.doctor.inputs.base import RunFacts
 from lockstep.doctor.rows import Rows
+from lockstep.observe.alarms import DENSE_BAND, WARNING_LIMIT
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.tokenizer import Tokenizer
 
@@ -52,6 +53,11 @@ class Setting(RunFacts):
     """Sampling settings in the model's generation_config.json; None without one. Engines use them
     where a request says nothing."""
 
+    @property
+    def band(self) -> float:
+        """Mean of d^2 / 2 that the numerics of two engines can make."""
+        return WARNING_LIMIT if self.is_moe else DENSE_BAND[1]
+
     @cached_property
     def has(self) -> frozenset[str]:
         """Names of the fields that are known."""
@@ -73,15 +79,13 @@ class Evidence:
     expected_ids: tuple[int, ...] = ()
     """Ids that should be there, where they are known (the engine's, or rendered)."""
 
-
-def evidence_at(
-    rows: Rows, begin: int, end: int, note: str, expected_ids: Sequence[int] = ()
-) -> Evidence:
-    """Evidence of the tokens begin..end of `rows`, which are of one row."""
-    row, at = rows.where(min(begin, rows.num_tokens - 1))
-    at += begin - min(begin, rows.num_tokens - 1)
-    ids = tuple(int(i) for i in expected_ids)
-    return Evidence(row=row, begin=at, end=at + end - begin, note=note, expected_ids=ids)
+    @classmethod
+    def at(cls, rows: Rows, begin: int, end: int, note: str, ids: Sequence[int] = ()) -> Evidence:
+        """Evidence of the tokens begin..end of `rows`, which are of one row. ids: expected."""
+        row, at = rows.where(min(begin, rows.num_tokens - 1))
+        at += begin - min(begin, rows.num_tokens - 1)
+        expected = tuple(map(int, ids))
+        return cls(row=row, begin=at, end=at + end - begin, note=note, expected_ids=expected)
 
 
 def claim_of(check: Callable[..., object]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -40,9 +39,7 @@ NUM_ROWS, NUM_TOKENS = 200, 300_000
 advantage."""
 
 
-def write_page(
-    diagnosis: Diagnosis, out: str | os.PathLike[str], *, num_rows: int = NUM_ROWS
-) -> Path:
+def write_page(diagnosis: Diagnosis, out: str | Path, *, num_rows: int = NUM_ROWS) -> Path:
     """Writes `out`, an .html file of at most MAX_PAGE_BYTES, and returns it.
 
     It holds the diagnosis, the rows that prove it, the worst rows and a sample. Rows that would

@@ -238,9 +238,7 @@ class _Climber:
         kept = _kept(played)
         if not kept:
             errors = [t.error if isinstance(t, Trajectory) else str(t) for t in played]
-            raise DataError(
-                f"{name}: none of {len(played)} episodes has a sampled token. {min(errors)}"
-            )
+            raise DataError(f"{name}: no sampled token in {len(played)} episodes. {min(errors)}")
         return self._measured(name, adds, [t.row(t.leaves()[-1]) for t in kept], match=1.0)
 
     def _rendered_anew(self, played: Sequence[Trajectory]) -> Rung:

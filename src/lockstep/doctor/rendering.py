@@ -25,13 +25,9 @@ from lockstep.types import Message, ToolSchema
 
 NUM_AROUND = 12
 """Ids that are shown of each side, from the first difference of two prompts."""
-_COLOURS: Mapping[Origin, str] = {
-    "template": "bright_black",
-    "system": "magenta",
-    "user": "cyan",
-    "tool": "yellow",
-    "assistant": "green",
-}
+_COLOURS: Mapping[Origin, str] = dict(
+    zip(ORIGINS, ("bright_black", "magenta", "cyan", "yellow", "green"), strict=True)
+)
 
 
 @dataclass(frozen=True, repr=False)

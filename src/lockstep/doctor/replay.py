@@ -126,9 +126,7 @@ def find(target: str) -> Replay:
     """
     path, hash_, name = target.partition("#")
     if not hash_:
-        raise ConfigError(
-            f"{target!r}: expected RUN#ID, as 'runs/first#0' for its first trajectory."
-        )
+        raise ConfigError(f"{target!r}: expected RUN#ID: runs/first#0 is its first trajectory.")
     run = load_run(path)
     stored = [each for split in run.splits() for each in run.summaries(split=split)]
     if not stored:

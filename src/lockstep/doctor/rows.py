@@ -274,6 +274,13 @@ class Rows:
         gap[~self.loss_mask | ~np.isfinite(gap)] = np.nan
         return gap
 
+    def unscored(self, values: Float32Array) -> BoolArray:
+        """[R] True for rows without any of `values` [N] at their trained tokens: that side did not
+        score them. Nothing predicts the first token of a row."""
+        trained = np.flatnonzero(self.loss_mask & (self.position > 0))
+        num_lost = self.row_sums(trained, np.isnan(values[trained]))
+        return (num_lost > 0) & (num_lost == self.row_sums(trained))
+
     @cached_property
     def compared(self) -> Int64Array:
         """[n] indices of the tokens that have a `gap`."""

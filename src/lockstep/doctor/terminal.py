@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable
+from io import StringIO
 
 import numpy as np
 from rich.console import Console
@@ -25,9 +25,7 @@ LABEL_WIDTH = 12
 
 def as_html(show: Callable[[Console], None]) -> str:
     """The text that `show` prints to a terminal, in its colours."""
-    console = Console(
-        file=io.StringIO(), record=True, width=100, force_jupyter=False, highlight=False
-    )
+    console = Console(file=StringIO(), record=True, width=100, force_jupyter=False, highlight=False)
     show(console)
     style = "white-space:pre;overflow-x:auto;line-height:1.3;font-size:12px"
     form = f'<pre style="{style}"><code>{{code}}</code></pre>'

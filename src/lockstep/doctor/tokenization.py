@@ -34,12 +34,8 @@ from lockstep.run.preflight import (
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Settings of that file that change what an engine draws from."""
 _FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "config.json",
-    GENERATION_FILE,
-    RENDERER_FILE,
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"),
+    *(GENERATION_FILE, RENDERER_FILE),
 )
 """Files that are fetched from the hub for a model: a few MB, no weights."""
 MAX_UNKNOWN_IDS = 0.01
@@ -95,8 +91,7 @@ def find_tokenization(
             raise
         if renderer:
             raise ConfigError(
-                f"--renderer {renderer} needs the tokenizer of the model, which was not found: "
-                f"{error}"
+                f"--renderer {renderer} needs the tokenizer of the model, not found: {error}"
             ) from None
         how = "Name it: --tokenizer DIR, or ORGANISATION/NAME to fetch it"
         lacks = {"tokenizer": f"{error} {how}", "renderer": "it needs the tokenizer: --tokenizer"}

@@ -205,6 +205,10 @@ class Watch:
             return None
         found = frozenset({"row_ids", "token_ids", "loss_mask"}).union(*(r.columns for r in made))
         self.learn(**facts | kind.facts_in(found))
+        lost = next((row.unread for row in made if row.unread), "")
+        if lost and "messages" not in self._told:
+            self._told.add("messages")
+            self.warn(f"step {step}: doctor: messages are left out: {lost}")
         if not self._columns:
             for side, name in ((s, name) for s, name in SIDES.items() if name not in found):
                 self.warn(
@@ -328,11 +332,8 @@ class Watch:
                 f"{finding.measured}.{shown} Remedy: {remedy.rstrip('.')}. "
                 f"`lockstep doctor {self.directory}` shows the tokens."
             )
-            new.append(
-                MismatchError(
-                    text, cause=cause.name, step=step, evidence=finding.evidence, remedy=remedy
-                )
-            )
+            proof = finding.evidence
+            new += [MismatchError(text, cause=cause.name, step=step, evidence=proof, remedy=remedy)]
         return new
 
     def _tell(self, new: Sequence[MismatchError]) -> None:

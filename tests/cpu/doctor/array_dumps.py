@@ -57,6 +57,7 @@ def make_rows(num_rows=20, *, seed=0, shifted=(), ids=None):
         for a, b in TURNS:
             place = slice(row * NUM_TOKENS + a, row * NUM_TOKENS + b)
             rollout[place] = np.roll(rollout[place], 1)
+    ids = rng.integers(32, 127, num_rows * NUM_TOKENS) if ids is None else ids
     dialogue = (
         Message(role="user", content="How far?"),
         Message(role="assistant", content="I look."),
@@ -66,9 +67,7 @@ def make_rows(num_rows=20, *, seed=0, shifted=(), ids=None):
     return Rows(
         row_ids=tuple(f"row-{i}" for i in range(num_rows)),
         offsets=np.arange(num_rows + 1) * NUM_TOKENS,
-        token_ids=(rng.integers(32, 127, num_rows * NUM_TOKENS) if ids is None else ids).astype(
-            np.int32
-        ),
+        token_ids=ids.astype(np.int32),
         loss_mask=sampled,
         rollout_logprobs=np.where(sampled, rollout, np.nan).astype(np.float32),
         trainer_logprobs=np.where(sampled, trainer, np.nan).astype(np.float32),

@@ -53,6 +53,15 @@ def test_a_healthy_dump_is_consistent_and_what_was_tried_is_ruled_out():
     assert "differs" not in text.lower()
 
 
+@pytest.mark.parametrize("facts", [{}, {"is_one_process": True}, {"trainer": "lockstep"}])
+def test_log_probs_that_are_equal_in_every_bit_are_asked_about(facts):
+    rows = make_rows()
+    dump = ArrayDump(rows.with_(trainer_logprobs=rows.rollout_logprobs), **facts)
+    notes = lockstep.diagnose(dump).to_json()["notes"]
+    assert [one for one in notes if "was one column copied" in one] == notes
+    assert len(notes) == (not facts) and not lockstep.diagnose(ArrayDump(rows)).notes
+
+
 def test_a_gap_that_no_cause_explains_differs_and_says_what_would_tell_more():
     rows = make_rows()
     wild = rows.trainer_logprobs.copy()
@@ -133,9 +142,8 @@ def test_sampled_and_expected_ids_stand_side_by_side_and_hostile_text_moves_noth
 def test_what_could_not_be_checked_says_what_it_lacks_and_how_to_get_it():
     rows = make_rows().with_(rollout_logprobs=None)
     why = "this format has no such column; set logger.logprobs=true"
-    found = lockstep.diagnose(
-        ArrayDump(rows, lacks={"rollout_logprobs": why}), only=["hypotheses/shifted"]
-    )
+    dump = ArrayDump(rows, lacks={"rollout_logprobs": why})
+    found = lockstep.diagnose(dump, only=["hypotheses/shifted"])
     assert found.outcome == "not_judged" and EXIT_CODES[found.outcome] == 2
     (finding,) = found.with_verdict("not_checkable")
     assert found.missing_for(finding) == [f"rollout_logprobs: {why}"]
@@ -213,9 +221,8 @@ def test_the_worst_rows_and_a_sample_of_all_are_chosen_in_bounded_memory():
 
 def test_exit_codes_and_errors_of_the_verb(tmp_path, capsys):
     assert main(["doctor", str(tmp_path / "none")]) == 2
-    assert "does not exist. Expected the directory of a run" in " ".join(
-        capsys.readouterr().err.split()
-    )
+    said = " ".join(capsys.readouterr().err.split())
+    assert "does not exist. Expected the directory of a run" in said
     with RunDirectory.create(tmp_path / "run", {"recipe": "x"}):
         pass
     assert main(["doctor", str(tmp_path / "run"), "--json"]) == 2

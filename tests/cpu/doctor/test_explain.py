@@ -149,10 +149,8 @@ def test_a_row_with_more_ids_than_were_drawn_has_another_text_if_no_id_covers_tw
     for row in values:
         for begin, end in ((10, 50), (70, 110)):
             row[begin + 12 : end - 1] = row[begin + 13 : end]  # an id more than was drawn
-    view = View(
-        rows=sampled(rows.with_(token_ids=ids), values.reshape(-1)),
-        setting=Setting(tokenizer=tokenizer),
-    )
+    written = sampled(rows.with_(token_ids=ids), values.reshape(-1))
+    view = View(rows=written, setting=Setting(tokenizer=tokenizer))
     (found,) = HYPOTHESES["hypotheses/respelled"].predict(view)
     assert (found.cause or "reencoded") == cause
 
@@ -196,9 +194,8 @@ def test_of_two_that_explain_the_same_the_one_with_fewer_fitted_numbers_is_named
 def test_a_choice_of_many_predictions_that_predict_nothing_explains_nothing():
     rows = make_rows(30, shifted=range(30))
     rng = np.random.default_rng(7)
-    random = [
-        Prediction(text=str(n), sampler=-rng.exponential(1.0, rows.num_tokens)) for n in range(50)
-    ]
+    drawn = -rng.exponential(1.0, (50, rows.num_tokens))
+    random = [Prediction(text=str(n), sampler=one) for n, one in enumerate(drawn)]
     one = Hypothesis(name="random", cause="fillers", claim="", predict=lambda view: random)
     found = judge(View(rows=rows, setting=Setting(), scale=0.05), one, random)
     assert found is not None and not found.is_beyond_chance

@@ -85,12 +85,8 @@ def test_a_row_is_a_chain_of_segments_that_holds_every_token_with_both_sides():
     assert [s["parent"] for s in segments] == [None, 0, 1, 2, 3]
     assert [s["begin"] for s in segments] == [0, 10, 50, 70, 110]
     turn = segments[1]
-    assert np.array_equal(
-        np.array(turn["rollout_logprobs"], np.float32), rows.rollout_logprobs[10:50]
-    )
-    assert np.array_equal(
-        np.array(turn["trainer_logprobs"], np.float32), rows.trainer_logprobs[10:50]
-    )
+    for name in ("rollout_logprobs", "trainer_logprobs"):
+        assert np.array_equal(np.array(turn[name], np.float32), getattr(rows, name)[10:50])
     assert segments[0]["rollout_logprobs"] is None
     roles = [[m["role"] for m in s["messages"]] for s in segments]
     assert roles == [["user"], ["assistant"], ["tool"], ["assistant"], []]

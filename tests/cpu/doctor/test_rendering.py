@@ -6,12 +6,10 @@ import pytest
 
 from lockstep.cli import BAD_INPUT, OK, main
 
+CALL = {"id": "1", "function": {"name": "find", "arguments": "{}"}}
 MESSAGES = [
     {"role": "user", "content": "What is the job of Sara?"},
-    {
-        "role": "assistant",
-        "tool_calls": [{"id": "1", "function": {"name": "find", "arguments": "{}"}}],
-    },
+    {"role": "assistant", "tool_calls": [CALL]},
     {"role": "tool", "tool_call_id": "1", "content": "The job of Sara is baker."},
 ]
 

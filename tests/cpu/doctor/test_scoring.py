@@ -117,9 +117,8 @@ def test_noise_of_the_sampler_is_told_from_other_weights(sound):
 def test_noise_of_the_trainer_is_dropout_however_large(sound):
     rows, model = sound
     rng = np.random.default_rng(1)
-    noisy = model.plain(rows) + 3 * np.sqrt(model.spread(rows)) * rng.standard_normal(
-        rows.num_tokens
-    )
+    drawn = rng.standard_normal(rows.num_tokens)
+    noisy = model.plain(rows) + 3 * np.sqrt(model.spread(rows)) * drawn
     assert named(both(rows, model.plain(rows), -np.abs(noisy)), model)[0] == ["dropout"]
 
 
@@ -209,9 +208,8 @@ def test_captured_graphs_deviate_but_at_the_first_token_of_a_reply(sound, moved)
     mask, values = rows.loss_mask.copy(), values.copy()
     for begin, end in zip(rows.spans.begin, rows.spans.end, strict=True):
         unsure = np.flatnonzero(model.spread(rows)[begin:end] > 0.05)
-        mask[begin : begin + unsure[0] if len(unsure) else end] = (
-            False  # certain tokens tell nothing
-        )
+        # certain tokens tell nothing
+        mask[begin : begin + unsure[0] if len(unsure) else end] = False
     rows = rows.with_(loss_mask=mask)
     first = rows.spans.begin
     values[first] = model.plain(rows)[first]

@@ -38,9 +38,8 @@ def test_both_are_those_of_the_model_that_the_input_names(tmp_path: Path):
 def test_the_users_word_goes_before_the_inputs(tmp_path: Path):
     model = model_copy(tmp_path / "m")
     given = find_tokenization(Facts(model=SHIPPED), tokenizer=str(model / "tokenizer.json"))
-    named = find_tokenization(
-        Facts(model=str(model)), renderer='{"type": "chatml", "variant": "qwen2.5"}'
-    )
+    settings = '{"type": "chatml", "variant": "qwen2.5"}'
+    named = find_tokenization(Facts(model=str(model)), renderer=settings)
 
     assert given.tokenizer.where == str(model / "tokenizer.json")
     assert isinstance(given.renderer, ChatMLRenderer)
@@ -62,15 +61,9 @@ def test_what_the_input_names_and_is_not_here_is_left_out_and_said(tmp_path: Pat
     nothing = find_tokenization(Facts())
     elsewhere = find_tokenization(Facts(model="/models/gone"))
     on_hub = find_tokenization(Facts(model="nobody/no-such-model"))
-    bare = find_tokenization(
-        Facts(
-            model=str(
-                model_copy(
-                    tmp_path / "m", left_out=("config.json", "renderer.json", "chat_template.jinja")
-                )
-            )
-        )
-    )
+    without = ("config.json", "renderer.json", "chat_template.jinja")
+    copied = model_copy(tmp_path / "m", left_out=without)
+    bare = find_tokenization(Facts(model=str(copied)))
 
     for found in (nothing, elsewhere, on_hub):
         assert found.tokenizer is None and found.renderer is None

@@ -182,9 +182,8 @@ def test_more_rows_are_looked_at_again_when_there_is_time(tmp_path):
 
 def test_one_step_in_so_many_can_be_looked_at(tmp_path):
     watching = Watching(tmp_path, every=3)
-    assert [bool(watching(step, healthy())) for step in range(7)] == [True, False, False] * 2 + [
-        True
-    ]
+    looks = [bool(watching(step, healthy())) for step in range(7)]
+    assert looks == [True, False, False] * 2 + [True]
 
 
 # -- what must not happen --------------------------------------------------------------------------
@@ -244,9 +243,8 @@ def test_a_page_that_cannot_be_written_is_said_and_the_watch_goes_on(tmp_path):
     watching = Watching(tmp_path)
     (tmp_path / "doctor.html").mkdir()
     assert watching(0, shifted())["doctor/shifted"] == 1.0
-    assert watching.said[1].startswith(
-        f"doctor: the page {tmp_path / 'doctor.html'} is not written"
-    )
+    told = f"doctor: the page {tmp_path / 'doctor.html'} is not written"
+    assert watching.said[1].startswith(told)
     assert watching(1, shifted(1))["doctor/shifted"] == 1.0
 
 
@@ -354,9 +352,8 @@ def sides(seed=0):
     """[NUM, SIZE] log-probs of both sides that agree to 1e-3."""
     rng = np.random.default_rng(seed)
     trainer = -rng.exponential(1.0, (NUM, SIZE))
-    return torch.tensor(np.minimum(trainer + rng.normal(0, 1e-3, trainer.shape), 0)), torch.tensor(
-        trainer
-    )
+    sampler = np.minimum(trainer + rng.normal(0, 1e-3, trainer.shape), 0)
+    return torch.tensor(sampler), torch.tensor(trainer)
 
 
 def reply_ids(i):
@@ -561,8 +558,10 @@ def test_datums_of_tinker_are_read_as_its_files_are(tmp_path):
 
 def test_rows_of_your_own_may_be_lists_arrays_or_tensors(tmp_path):
     watching = Watching(tmp_path, facts=Facts(trainer="mine", temperature=1.0))
-    found = watching.watch.rows(own_rows(shifted()), step=2)
+    said = {"messages": [{"role": "tool", "content": "of no function"}]}
+    found = watching.watch.rows([row | said for row in own_rows(shifted())], step=2)
     assert found["doctor/rows"] == 16 and found["doctor/shifted"] == 1.0
+    assert "messages are left out: row 2 of step 2: messages: message 0" in watching.said[0]
     assert diagnose(tmp_path / "step-000002-rank-0.parquet").setting.trainer == "mine"
 
 

@@ -14,15 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.doctor.findings import (
-    MAX_EVIDENCE,
-    Basis,
-    Evidence,
-    Finding,
-    Setting,
-    claim_of,
-    evidence_at,
-)
+from lockstep.doctor.findings import MAX_EVIDENCE, Basis, Evidence, Finding, Setting, claim_of
 from lockstep.doctor.gap import gap_of
 from lockstep.doctor.rows import Rows
 from lockstep.errors import LockstepError
@@ -79,6 +71,12 @@ class Contradiction:
         where = rows.within(self.begin, np.maximum(end, self.begin))
         values = np.where(where, np.float32(np.nan), rows.rollout_logprobs)
         return rows.with_(rollout_logprobs=values)
+
+
+def agree(rows: Rows, chosen: Sequence[int] | Int64Array, setting: Setting) -> bool:
+    """True if numerics can make the gap of these rows: then both sides read the same ids."""
+    gap = gap_of(rows.gap[np.isin(rows.row_of, chosen)])
+    return gap.tokens > 0 and gap.k2 <= setting.band * gap.tokens
 
 
 Look = Callable[[Rows, Setting], Iterator[Contradiction]]
@@ -150,7 +148,7 @@ class _Count:
         for i in np.argsort(one.begin - one.end, kind="stable")[:MAX_EVIDENCE].tolist():
             place = int(one.begin[i]), int(one.end[i])
             ids = one.expected[i] if one.expected else ()
-            self.evidence.append(evidence_at(rows, *place, one.note, ids))
+            self.evidence.append(Evidence.at(rows, *place, one.note, ids))
         self.evidence.sort(key=lambda piece: piece.begin - piece.end)
         del self.evidence[MAX_EVIDENCE:]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lockstep.doctor.facts.base import MIN_EQUAL, Contradiction, Places, fact
+from lockstep.doctor.facts.base import MIN_EQUAL, Contradiction, Places, agree, fact
 from lockstep.doctor.findings import Setting
 from lockstep.doctor.rows import Rows, given
 from lockstep.renderers.pieces import first_difference
@@ -158,7 +158,9 @@ def engine_prompts(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
         begins = [b - start for b, _ in (rows.replies[row] if found is None else found)]
         if not sent or not begins:
             continue
-        if (told := _of_prompt(ids[: begins[0]], sent[0])) is not None:
+        told, own = _of_prompt(ids[: begins[0]], sent[0]), ids[max(begins[0] - len(sent[0]), 0) :]
+        is_ignored = told and told[0] == "padding" and np.array_equal(own[: len(sent[0])], sent[0])
+        if told is not None and not (is_ignored and agree(rows, [row], setting)):
             at = first_difference(ids.tolist(), sent[0].tolist())
             out.add(*told, start + at, start + max(begins[0], at + 1), sent[0][at:])
             continue

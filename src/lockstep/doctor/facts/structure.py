@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
-from lockstep.doctor.facts.base import FAR, MIN_EQUAL, Contradiction, Places, fact
+from lockstep.doctor.facts.base import FAR, MIN_EQUAL, Contradiction, Places, agree, fact
 from lockstep.doctor.findings import Basis, Setting
 from lockstep.doctor.gap import gap_of
-from lockstep.doctor.rows import Rows, given
+from lockstep.doctor.rows import BoolArray, Rows, given
 from lockstep.types import Int64Array
 
 MOST = 0.9
@@ -113,7 +114,8 @@ def missing_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     spans, (stops, basis) = rows.spans, stop_ids(rows, setting)
     ids, renderer = rows.token_ids, setting.renderer
     known = stops if renderer is None else [*stops, *renderer.tokenizer.control_ids]
-    if not np.isin(ids, known).any():  # not this program's ids
+    is_known = np.isin(ids, known)
+    if not is_known.any():  # not this program's ids
         return
     last = spans.end - 1
     ends = np.isin(ids[last], stops)
@@ -121,23 +123,36 @@ def missing_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     is_closed = ends | np.isin(ids[following], stops)
     # A hole in the mask splits a reply: the next run of trained tokens is its end.
     is_closed[:-1] |= np.isin(ids[spans.begin[1:]], stops) & (spans.row[1:] == spans.row[:-1])
-    is_wrong = ~spans.is_last & ~is_closed
-    told = rows.finish_reasons
-    if told is not None:
-        said = np.array([reason == "stop" for reason in told], np.bool_)[spans.row]
-        is_wrong |= spans.is_last & said & ~ends
     earlier = is_closed[~spans.is_last]
-    if setting.stop_ids and len(earlier) >= 8 and earlier.mean() >= MOST:
+    # Plain text may follow a stop string, which ends a reply without an id, and has the finish
+    # reason "stop" too. A template's text has control tokens, and a stop id before them.
+    is_open = ~spans.is_last & ~is_closed
+    has_control = rows.num_in(is_known, spans.end, np.append(spans.begin[1:], rows.num_tokens)) > 0
+    is_wrong, is_unusual = is_open & has_control, is_open & _is_usual(earlier)
+    if rows.finish_reasons is not None:
+        said = np.array([reason == "stop" for reason in rows.finish_reasons], np.bool_)
+        said = said[spans.row] & spans.is_last
+        is_unusual |= said & ~ends & _is_usual(ends[said])
+    if setting.stop_ids and _is_usual(earlier):
         # Last replies that lack an end, though shorter than others that have one, were not cut.
         longest = int(spans.size[ends].max(initial=0))
         open_ = spans.is_last & ~ends & (spans.size < longest)
         if open_.sum() >= MOST * spans.is_last.sum():
             is_wrong |= open_
+    is_told = np.zeros(len(spans), np.bool_)
+    if rows.engine_ids is not None:  # facts/engine_ids judges the ends of these rows
+        is_told = np.array([bool(replies) for replies in rows.engine_ids], np.bool_)[spans.row]
     note = "a reply ended, and neither it nor the text after it has a stop id"
-    at = last[is_wrong]
     # A model scores the row with the stop id (hypotheses/structure): what else is wrong then shows.
-    reaches_on = setting.model is None
-    yield Contradiction("missing_final", note, at, at + 1, basis=basis, reaches_on=reaches_on)
+    found = partial(Contradiction, "missing_final", note, reaches_on=setting.model is None)
+    for where in (is_wrong, is_unusual & ~is_wrong):
+        if len(at := last[where & ~is_told]):
+            yield found(at, at + 1, basis=basis if where is is_wrong else "fit")
+
+
+def _is_usual(has_end: BoolArray) -> bool:
+    """True if nearly all of many replies have an end."""
+    return len(has_end) >= 8 and has_end.mean() >= MOST
 
 
 @fact(needs=("advantages",))
@@ -209,11 +224,13 @@ def padding(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     row_end = rows.offsets[rows.row_of[begin] + 1]
     chosen = is_pad & (end < row_end) & (begin > 0)
     chosen &= rows.num_in(rows.sampled, begin, row_end) > 0
+    is_front = chosen & (position[begin] == 1)
+    if agree(rows, rows.row_of[begin[is_front]], setting):  # both sides ignored it
+        chosen &= ~is_front
     note = "padding stands before or between tokens of a row"
     # A model scores the row without it (hypotheses/structure): what else is wrong then shows.
-    yield Contradiction(
-        "padding", note, begin[chosen] - 1, end[chosen], reaches_on=not setting.model
-    )
+    reaches_on = not setting.model
+    yield Contradiction("padding", note, begin[chosen] - 1, end[chosen], reaches_on=reaches_on)
 
 
 @fact(needs=("policy_version", "trainer_version"))

@@ -11,12 +11,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from lockstep.dialogues import read_messages
 from lockstep.doctor.rows import TOKEN_COLUMNS, BoolArray, Rows
 from lockstep.errors import DataError
 from lockstep.tables import tables_beside
-from lockstep.types import Int32Array
+from lockstep.types import Int32Array, Message
 
 Array = npt.NDArray[Any]
+Line = Mapping[str, Any]
+"""One JSON object of a file: a row, or several."""
 T = TypeVar("T")
 
 Shape = Literal["token", "row", "token or row", "turn", "route", "text", "messages"]
@@ -99,6 +102,8 @@ class Row:
     """[T] true where the token is trained."""
     columns: dict[str, Any] = field(default_factory=dict[str, Any])
     """Other fields of `Rows`: an array [T, ...], or the one value of the row."""
+    unread: str = ""
+    """Reason why its messages are left out; empty if they are not."""
     is_exact: bool = False
     """True if every value is as its writer means it: nothing is dropped."""
 
@@ -200,12 +205,7 @@ def _join(rows: Sequence[Row], has: frozenset[str]) -> Rows:
 
 
 def per_token(
-    source: Mapping[str, Any],
-    names: Sequence[str],
-    where: str,
-    *,
-    size: int,
-    kept: BoolArray | None = None,
+    source: Line, names: Sequence[str], where: str, *, size: int, kept: BoolArray | None = None
 ) -> Array | None:
     """[size] float32 under the first of `names` that a row of a file has; None if it has none.
 
@@ -300,6 +300,14 @@ def shown(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return f"{' x '.join(map(str, value.shape))} entries of {value.dtype}"
     return reprlib.repr(value)[:40]  # a pickle's lists may be shared, and expand
+
+
+def dialogue_of(source: Any, where: str) -> tuple[tuple[Message, ...] | None, str]:
+    """(the messages of a row, or None if there are none; the reason why they cannot be read)."""
+    try:
+        return None if source is None else read_messages(source, where=where), ""
+    except DataError as error:
+        return None, str(error)
 
 
 def whole(value: Any) -> int | None:

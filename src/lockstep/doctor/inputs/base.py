@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -106,9 +106,7 @@ class Dump(ABC):
     def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:
         """All rows from the beginning, at most `max_tokens` tokens (or one row) at a time."""
 
-    def find(
-        self, *, numbers: Collection[int] = (), names: Collection[str] = ()
-    ) -> dict[int, Rows]:
+    def find(self, *, numbers: Iterable[int] = (), names: Iterable[str] = ()) -> dict[int, Rows]:
         """Number -> row, each alone: the rows with these numbers, and the first of each name."""
         wanted, called = set(numbers), set(names)
         out: dict[int, Rows] = {}

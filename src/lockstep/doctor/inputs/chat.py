@@ -12,17 +12,16 @@ begins a new row, because nothing says that they were trained as one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.dialogues import read_messages
-from lockstep.doctor.inputs.assemble import Array, Row, floats_of, ids_of
+from lockstep.doctor.inputs.assemble import Array, Row, dialogue_of, floats_of, ids_of
 from lockstep.doctor.inputs.lines import Line, LineDump
 from lockstep.errors import DataError
-from lockstep.types import MESSAGE_KEYS, TEXT_ONLY, Int32Array, Message
+from lockstep.types import MESSAGE_KEYS, Int32Array
 
 _IDS = ("generation_token_ids", "token_ids")
 """Keys of the ids of a reply: NeMo-Gym's, vLLM's."""
@@ -40,9 +39,8 @@ class ChatDump(LineDump):
 
     def rows_of(self, line: Line, path: Path, number: int, where: str) -> Iterator[Row]:
         are_apart, replies = _replies(line)
-        dialogue = None
-        if "messages" in line and replies is line["messages"]:
-            dialogue = _messages(replies, where)
+        said = replies if "messages" in line and replies is line["messages"] else None
+        dialogue, unread = dialogue_of(said and [_words(m) for m in said], where)
         chains: list[list[_Reply]] = []
         for reply in _with_ids(replies, where):
             if are_apart or not chains or not chains[-1][-1].is_continued_by(reply):
@@ -52,7 +50,7 @@ class ChatDump(LineDump):
         for part, chain in enumerate(chains):
             name = f"{prefix}{number - 1}" + (f".{part}" if part else "")
             said = dialogue and dialogue[: chain[-1].number + 1]
-            yield _row(chain, line, row_id=name, messages=said)
+            yield replace(_row(chain, line, row_id=name, messages=said), unread=unread)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,16 +142,7 @@ def _logprobs(reply: Line, size: int, where: str) -> Array | None:
     return None if values is None else floats_of(values, size, f"{where}: {name}")
 
 
-def _messages(source: Any, where: str) -> tuple[Message, ...] | None:
-    """The dialogue, without the keys about its tokens; None if it has images or audio, which no
-    `Message` can hold."""
-    words = [
-        {k: v for k, v in m.items() if k in MESSAGE_KEYS} if isinstance(m, dict) else m
-        for m in source
-    ]
-    try:
-        return read_messages(words, where=where)
-    except DataError as error:
-        if TEXT_ONLY in str(error):
-            return None
-        raise
+def _words(message: Any) -> Any:
+    """A message without the keys about its tokens."""
+    is_object = isinstance(message, dict)
+    return {k: v for k, v in message.items() if k in MESSAGE_KEYS} if is_object else message

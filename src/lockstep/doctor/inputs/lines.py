@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from lockstep.doctor.inputs.assemble import Row, in_chunks, per_token
+from lockstep.doctor.inputs.assemble import Line, Row, in_chunks, per_token
 from lockstep.doctor.inputs.base import CHUNK_TOKENS, Dump, Facts
 from lockstep.doctor.inputs.places import BYTE_ORDER_MARK, PARQUET_MAGIC, judged
 from lockstep.doctor.rows import BoolArray, Rows
@@ -28,8 +28,6 @@ HEAD_ROWS = 64
 """Rows that are read on opening, to find out which columns a dump has."""
 
 
-Line = Mapping[str, Any]
-"""One JSON object of a file: a row, or several."""
 Live = tuple[Sequence[Hashable], Callable[[Sequence[int]], Iterable[Row]], dict[str, Any]]
 """A batch in memory: the group of each row, the rows with some indices, and facts about the run.
 Only the rows that are asked for leave the device."""
@@ -53,13 +51,15 @@ class RowDump(Dump):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        head = list(islice(self.rows(), HEAD_ROWS))
+        self.unread: dict[str, str] = {}
+        """"messages", if those of a row cannot be read -> the reason."""
+        head = list(islice(map(self._noted, self.rows()), HEAD_ROWS))
         if not head:
             raise DataError(f"{path} has no row of the format {self.format}: {self.no_row}")
         always = frozenset({"row_ids", "token_ids", "loss_mask"})
-        self.has = always.union(*(row.columns for row in head))
+        self.has = always.union(*(row.columns for row in head)) - self.unread.keys()
         self.facts = Facts(**self.facts_in(self.has))
-        self.lacks = {name: reason for name, reason in self.why.items() if name not in self.has}
+        self.lacks = {n: why for n, why in self.why.items() if n not in self.has} | self.unread
 
     @classmethod
     def facts_in(cls, has: frozenset[str]) -> dict[str, Any]:
@@ -72,7 +72,14 @@ class RowDump(Dump):
         """All rows from the beginning."""
 
     def chunks(self, *, max_tokens: int = CHUNK_TOKENS) -> Iterator[Rows]:
-        return in_chunks(self.rows(), self.has, max_tokens=max_tokens)
+        return in_chunks(map(self._noted, self.rows()), self.has, max_tokens=max_tokens)
+
+    def _noted(self, row: Row) -> Row:
+        """The row; the first one whose messages are left out becomes a note."""
+        if row.unread and not self.unread:
+            self.unread["messages"] = row.unread
+            self.notes = [*self.notes, f"messages are left out: {row.unread}"]
+        return row
 
     @classmethod
     def row(
@@ -258,9 +265,7 @@ def json_lines(path: Path, end: int = sys.maxsize) -> Iterator[tuple[int, str, d
             if not text:
                 return
             if b"\0" in text:
-                raise DataError(
-                    f"{where}: zero bytes in place of text. Write or copy the file again."
-                )
+                raise DataError(f"{where}: zero bytes, not text. Write or copy the file again.")
             if len(text) > MAX_LINE_BYTES:
                 raise DataError(
                     f"{where}: the line is longer than {MAX_LINE_BYTES >> 20} MiB; expected one "

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from difflib import get_close_matches
 from functools import partial
+from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -23,7 +24,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from lockstep.config import from_dict
-from lockstep.dialogues import read_messages
 from lockstep.doctor.inputs.assemble import (
     BY_NAME,
     COLUMNS,
@@ -32,6 +32,7 @@ from lockstep.doctor.inputs.assemble import (
     Column,
     Row,
     array_of,
+    dialogue_of,
     numbers,
     shown,
 )
@@ -68,13 +69,14 @@ class RowsDump(FileDump):
         super().__init__(path)
         names, self.facts = self._head(self.files[0])
         known = {column.field for column in COLUMNS if column.name in names}
-        self.has = frozenset({"row_ids"} | known | ({"is_sampled"} if "turn" in names else set()))
+        sampled = {"is_sampled"} if "turn" in names else set[str]()
+        self.has = frozenset({"row_ids"} | known | sampled) - self.unread.keys()
         self.lacks = {
             column.field: f"there is no column {column.name}: "
             f"{HOW_TO_GET.get(column.field, 'log it')}.{_hint(column, names)}"
             for column in COLUMNS
             if column.field not in self.has
-        }
+        } | self.unread
 
     @classmethod
     def files_of(cls, path: Path) -> list[Path]:
@@ -213,9 +215,7 @@ def _parquet_rows(path: Path, names: list[str]) -> _Sources:
         # Sizes of row groups and not of columns: pyarrow ends the process over statistics that a
         # flipped bit has damaged (26.0), where reading the column raises an error.
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-        row_bytes = max(
-            [1.0, *(group.total_byte_size / max(group.num_rows, 1) for group in groups)]
-        )
+        row_bytes = max([1.0, *(g.total_byte_size / max(g.num_rows, 1) for g in groups)])
         batch_rows = min(max(int(_BYTES_PER_TOKEN * _BATCH_TOKENS / row_bytes), 1), _MAX_BATCH_ROWS)
         batches = file.iter_batches(batch_rows, columns=names, use_threads=False)
         first = 0
@@ -230,10 +230,8 @@ def _parquet_rows(path: Path, names: list[str]) -> _Sources:
                     is_nested = isinstance(column.type, _LISTS) and BY_NAME[name].dtype
                     found[name] = _arrays(column, name) if is_nested else column.to_pylist()
                 except UnicodeDecodeError as error:
-                    rows = f"rows {first} to {first + len(batch) - 1}"
-                    raise DataError(
-                        f"{path}: {name}, {rows}: not UTF-8 ({error.reason})."
-                    ) from None
+                    where = f"{path}: {name}, rows {first} to {first + len(batch) - 1}"
+                    raise DataError(f"{where}: not UTF-8 ({error.reason}).") from None
             for i in range(len(batch)):
                 yield f"{path}: row {first + i}", {name: found[name][i] for name in names}
             first += len(batch)
@@ -281,6 +279,7 @@ def read_row(source: Mapping[str, Any], names: Iterable[str], where: str, *, row
     size = len(ids) if isinstance(ids, list | np.ndarray) else 0  # anything else is refused
     with np.errstate(over="ignore"):  # beyond float32: infinite
         found = {BY_NAME[n].field: _value(BY_NAME[n], source.get(n), size, where) for n in names}
+    found["messages"], unread = dialogue_of(found.get("messages"), f"{where}: messages")
     if "turn" in found:
         turn = np.full(size, -1) if found["turn"] is None else found["turn"]
         found.setdefault("is_sampled", turn >= 0)
@@ -297,6 +296,7 @@ def read_row(source: Mapping[str, Any], names: Iterable[str], where: str, *, row
         token_ids=found.pop("token_ids"),
         loss_mask=found.pop("loss_mask"),
         columns=found,
+        unread=unread,
         is_exact=True,
     )
 
@@ -307,10 +307,9 @@ def _value(column: Column, value: Any, size: int, where: str) -> Any:
     if isinstance(value, np.ndarray) and value.dtype == dtype and low and value.shape == (size,):
         return value  # as `_arrays` gives it
     shape, at = column.shape, f"{where}: {column.name}"
-    if value is None and (column.fill is not None or shape in ("messages", "text", "turn")):
-        return None
-    if shape == "messages":
-        return read_messages(value, where=at)
+    may_lack = column.fill is not None or shape in ("text", "turn")
+    if shape == "messages" or (value is None and may_lack):  # `read_row` reads messages
+        return value
     if shape == "text":
         value = str(value) if column.name == "id" and type(value) is int else value
         if not isinstance(value, str):
@@ -321,6 +320,8 @@ def _value(column: Column, value: Any, size: int, where: str) -> Any:
     is_listed = isinstance(value, list | tuple | np.ndarray)
     if shape == "turn":
         return tuple(_cast(column, ids, at) for ids in (value if is_listed else [value]))
+    if column.name == "group" and isinstance(value, str):  # a label: equal ones get one number
+        return int.from_bytes(blake2b(value.encode(errors="replace"), digest_size=6).digest())
     if shape == "row" or (shape == "token or row" and not is_listed):
         is_plain = type(value) is int and column.dtype[0] == "i" and low <= value <= high
         return np.dtype(dtype).type(value) if is_plain else _cast(column, [value], at)[0]
@@ -342,7 +343,8 @@ def _cast(column: Column, value: Any, where: str, *, ndim: int = 0) -> Array:
             value = np.array([[numbers(experts) for experts in layers] for layers in value])
     found, (dtype, low, high) = numbers(value), _LIMITS[column.name]
     ndim = ndim or (3 if column.shape == "route" else 1)
-    if found is None or found.ndim != ndim or (found.dtype.kind == "b" != dtype.kind):
+    is_bool = found is not None and found.dtype.kind == "b" != dtype.kind
+    if found is None or found.ndim != ndim or (is_bool and column.shape != "row"):
         raise DataError(f"{where} must be {column.expected}, found {shown(value)}.")
     if dtype.kind == "f" or (found.dtype == dtype and low):
         return found.astype(dtype, copy=False)

@@ -34,8 +34,7 @@ def check_place(path: Path) -> None:
         if path.is_symlink():
             kind = "is a link to nothing"
         raise DataError(
-            f"{path} {kind}. Expected the directory of a run, or a dump (a file, or a directory of "
-            "parts)."
+            f"{path} {kind}. Expected the directory of a run, or a dump: a file, or its parts."
         )
 
 

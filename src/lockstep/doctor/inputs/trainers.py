@@ -305,7 +305,9 @@ class VerlDump(BatchDump):
 
     @classmethod
     def is_own(cls, path: Path) -> bool:
-        return path.name in _BATCHES or (is_pickle(path) and b"verl.protocol" in head_of(path))
+        if path.name in _BATCHES or (is_pickle(path) and b"verl.protocol" in head_of(path)):
+            return True
+        return is_torch_file(path) and mentions(path, (*cls.keys, "response_mask"))
 
     def rows_in(self, path: Path) -> Iterator[Row]:
         batch, meta = _of_queue(read_torch(path)) if is_torch_file(path) else _of_proto(path)
@@ -454,10 +456,8 @@ class ArealDump(BatchDump):
         saved = read_torch(path)
         content = saved if isinstance(saved, dict) else {}
         batch, version = content.get("batch"), whole(content.get("version"))
-        for number, sampled in enumerate(batch if isinstance(batch, list) else [None]):
-            rows = self.rows_of(
-                sampled, f"{path}: trajectory {number}", step=version, groups=number
-            )
+        for number, one in enumerate(batch if isinstance(batch, list) else [None]):
+            rows = self.rows_of(one, f"{path}: trajectory {number}", step=version, groups=number)
             for place, row in enumerate(rows):
                 row.row_id = row_name(version, f"{number}.{place}")
                 yield row
@@ -538,17 +538,16 @@ class SlimeDump(FileDump):
         samples = _samples(content) if isinstance(content, dict) else None
         if samples is None:
             raise DataError(
-                f"{path} is a file of torch.save without `samples` or `rollout_data`: it was not "
-                "written by slime's or miles' --save-debug-rollout-data or --save-debug-train-data."
+                f"{path} is a file of torch.save without `samples` or `rollout_data`: it is not of "
+                "slime's or miles' --save-debug-rollout-data or --save-debug-train-data. Name "
+                "another trainer's format: --format verl."
             )
         step, raw = whole(content.get("rollout_id")), content.get("raw_reward")
         for number in index or range(len(samples)):
             sample, where = samples[number], f"{path}: sample {number}"
             sample = sample.to_dict() if hasattr(sample, "to_dict") else sample
             if not isinstance(sample, dict) or "tokens" not in sample:
-                raise DataError(
-                    f"{where}: expected a dict with `tokens`, as Sample.to_dict() makes."
-                )
+                raise DataError(f"{where}: expected a dict with `tokens`, as of Sample.to_dict().")
             sample = {name: array_of(value) for name, value in sample.items()}
             at = sample.get("rollout_position", number)
             if isinstance(raw, list) and isinstance(at, int) and 0 <= at < len(raw):

@@ -143,6 +143,7 @@ def _positions(
         first = np.flatnonzero((own == 0) | is_first)
         return np.arange(len(own)) - np.repeat(first, np.diff(np.append(first, len(own))))
 
+    after = np.where(row == 0, -1, own + rows.sizes[row - 1])
     return {
         "positions of the reply one too high": own + is_reply,
         "positions of the reply one too low": np.maximum(own - is_reply, 0),
@@ -156,8 +157,6 @@ def _positions(
         + is_reply * padding["the longest prompt"][row],
         "positions from 1": own + 1,
         "positions from 2": own + 2,
-        "positions that go on after the row before it": np.where(
-            row == 0, -1, own + rows.sizes[row - 1]
-        ),
+        "positions that go on after the row before it": after,
         "every token at position 0": 0 * own,
     }

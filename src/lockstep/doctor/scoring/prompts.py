@@ -313,8 +313,8 @@ class Prompts:
             # GLM's replies end with the token that opens the next message.
             heads = [end if end.strip() in family.openers else "" for end in ends]
             found = [
-                read_messages_of(head + text, family)
-                for head, text in zip(heads, texts, strict=False)
+                read_messages_of(head + said, family)
+                for head, said in zip(heads, texts, strict=False)
             ]
             if found[0] and all(messages is not None for messages in found):
                 return [messages or [] for messages in found], tools

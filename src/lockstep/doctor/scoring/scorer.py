@@ -221,7 +221,6 @@ def _logprobs(logits: Tensor, distribution: Distribution) -> Tensor:
         ordered, index = logits.softmax(-1).sort(descending=True)
         # The first token past the bound is kept: those before it do not reach it.
         is_out = ordered.cumsum(-1) - ordered >= distribution.top_p
-        logits = logits.masked_fill(
-            torch.zeros_like(is_out).scatter(-1, index, is_out), float("-inf")
-        )
+        is_out = torch.zeros_like(is_out).scatter(-1, index, is_out)
+        logits = logits.masked_fill(is_out, float("-inf"))
     return logits.log_softmax(-1)

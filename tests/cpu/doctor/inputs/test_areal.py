@@ -31,7 +31,7 @@ def trajectories(**changed: torch.Tensor | None) -> list[dict[str, Any]]:
     first = {name: value for name, value in (first | changed).items() if value is not None}
     return [
         first,
-        {name: value[1:, :3] if value.ndim > 1 else value[1:] for name, value in first.items()},
+        {n: value[1:, :3] if value.ndim > 1 else value[1:] for n, value in first.items()},
     ]
 
 

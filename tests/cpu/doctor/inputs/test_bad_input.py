@@ -15,14 +15,12 @@ import pytest
 
 from lockstep.cli import main
 from lockstep.doctor.diagnose import diagnose
+from lockstep.doctor.inputs.lines import HEAD_ROWS
 from lockstep.doctor.inputs.registry import open_dump
 from lockstep.errors import DataError
 
-GOOD: dict[str, Any] = {
-    "token_ids": [1, 2],
-    "loss_mask": [False, True],
-    "rollout_logprobs": [None, -0.5],
-}
+GOOD: dict[str, Any] = {"token_ids": [1, 2], "loss_mask": [False, True]}
+GOOD["rollout_logprobs"] = [None, -0.5]
 
 
 class Boom:
@@ -54,16 +52,15 @@ def parquet(path: Path, **columns: Any) -> Path:
     return path
 
 
+WHOLE, SHORT = "a list of whole numbers", "rollout_logprobs has 1 entries"
+ROUTES = "per token and layer, equally long at all tokens, of"
 GOOD_COLUMNS: dict[str, Any] = {name: [value] * 3 for name, value in GOOD.items()}
 
 
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (
-            {"token_ids": [1.5, 2.0]},
-            "must be a list of whole numbers, from 0 to 2147483647, found 1.5",
-        ),
+        ({"token_ids": [1.5, 2.0]}, f"must be {WHOLE}, from 0 to 2147483647, found 1.5"),
         ({"token_ids": ["1", "2"]}, "must be a list of whole numbers, found ['1', '2']"),
         ({"token_ids": [1, -2]}, "whole numbers, from 0 to 2147483647, found -2"),
         ({"token_ids": [2**31, 1]}, "from 0 to 2147483647, found 2147483648"),
@@ -71,10 +68,7 @@ GOOD_COLUMNS: dict[str, Any] = {name: [value] * 3 for name, value in GOOD.items(
         ({"token_ids": [1, None]}, "token_ids is null; expected a list of whole numbers"),
         ({"token_ids": 7}, "must be a list of whole numbers, found 7."),
         ({"loss_mask": ["no", "yes"]}, "must be a list of true or false (or 1 and 0)"),
-        (
-            {"rollout_logprobs": [-0.5]},
-            "rollout_logprobs has 1 entries and token_ids 2; expected one",
-        ),
+        ({"rollout_logprobs": [-0.5]}, f"{SHORT} and token_ids 2; expected one"),
         ({"rollout_logprobs": ["x", "y"]}, "must be a list of numbers, found ['x', 'y']"),
         (
             {"turn": [0.5, 1.0]},
@@ -83,18 +77,10 @@ GOOD_COLUMNS: dict[str, Any] = {name: [value] * 3 for name, value in GOOD.items(
         ({"policy_version": [2**40, 1]}, "to 2147483647, found 1099511627776"),
         ({"group": 1.5}, "group must be whole numbers, from -9223372036854775808 to"),
         ({"reward": "high"}, "reward must be numbers, found ['high']"),
-        ({"messages": "hello"}, "messages is text that is not JSON"),
-        ({"messages": "[" * 100_000}, "messages is text that is not JSON: nested too deeply"),
         ({"engine_ids": [1, 2]}, "engine_ids must be a list per reply of whole numbers, found 1"),
         ({"routed_experts": [[[1, 2]]]}, "routed_experts has 1 entries and token_ids 2"),
-        (
-            {"routed_experts": [[[1, 2]], [[1]]]},
-            "per token and layer, equally long at all tokens, of",
-        ),
-        (
-            {"routed_experts": [[[1]], [[1], [2]]]},
-            "per token and layer, equally long at all tokens, of",
-        ),
+        ({"routed_experts": [[[1, 2]], [[1]]]}, ROUTES),
+        ({"routed_experts": [[[1]], [[1], [2]]]}, ROUTES),
     ],
 )
 def test_a_value_that_cannot_be_is_named_with_its_row(
@@ -114,9 +100,7 @@ def test_a_value_that_cannot_be_is_named_with_its_row(
         ("token_ids", [[1, 2], [3], [4, 5]], "row 1: loss_mask has 2 entries and token_ids 1"),
         ("token_ids", [b"12"] * 3, "must be a list of whole numbers, found b'12'"),
         ("loss_mask", [["a", "b"]] * 3, "row 0: loss_mask must be a list of true"),
-        ("rollout_logprobs", [[-1.0, None], None, [-1.0]], "row 2: rollout_logprobs has 1 entries"),
-        ("group", [1, None, 2], "group is null"),
-        ("messages", [["hi"], None, None], "message 0: a message must be an object, found str"),
+        ("rollout_logprobs", [[-1.0, None], None, [-1.0]], f"row 2: {SHORT}"),
     ],
 )
 def test_a_value_in_parquet_that_cannot_be_is_named_with_its_row(
@@ -125,6 +109,35 @@ def test_a_value_in_parquet_that_cannot_be_is_named_with_its_row(
     found = complaint(parquet(tmp_path / "rows.parquet", **{name: values}))
 
     assert expected in found, found
+
+
+TEXT = {"content": "x"}
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ("hello", "messages is text that is not JSON"),
+        ("[" * 100_000, "messages is text that is not JSON: nested too deeply"),
+        (["hi"], "message 0: a message must be an object, found str"),
+        ([{"role": "tool", **TEXT}], "message 0: a tool message needs `name`"),  # verl's
+        ([{"role": "function", **TEXT}], "role 'function' is not one of"),
+        ([{"role": "user", "odd": 1, **TEXT}], "unknown keys ['odd']"),
+        ([{"role": "tool", "tool_call_id": "9", **TEXT}], "id of a call of an assistant before it"),
+    ],
+)
+@pytest.mark.parametrize("place", [0, 70])
+def test_messages_that_cannot_be_read_are_left_out_with_the_reason(
+    tmp_path: Path, messages: Any, reason: str, place: int
+):
+    said = [{**GOOD, "messages": [{"role": "user", **TEXT}]} for _ in range(80)]
+    said[place]["messages"] = messages
+    dump = open_dump(lines(tmp_path / "rows.jsonl", *said))
+    [rows], is_head = dump.chunks(), place < HEAD_ROWS
+    assert len(rows) == 80 and ("messages" in dump.has) is not is_head
+    assert is_head or [i for i, one in enumerate(rows.messages) if one is None] == [place]
+    assert reason in dump.notes[0] and f"rows.jsonl:{place + 1}: " in dump.notes[0]
+    assert (reason in dump.lacks.get("messages", "")) is is_head
 
 
 def test_a_row_without_what_every_row_must_have_is_refused(tmp_path: Path):
@@ -140,9 +153,7 @@ def test_values_of_two_kinds_in_one_column_are_refused(tmp_path: Path):
     inside = lines(tmp_path / "b.jsonl", GOOD, {**GOOD, "token_ids": [1, "2"]})
     huge = lines(tmp_path / "c.jsonl", {**GOOD, "token_ids": [1, 2**70]})
 
-    assert "a.jsonl:2: token_ids must be a list of whole numbers, found ['1', '2']" in complaint(
-        mixed
-    )
+    assert f"a.jsonl:2: token_ids must be {WHOLE}, found ['1', '2']" in complaint(mixed)
     assert "b.jsonl:2: token_ids must be a list of whole numbers" in complaint(inside)
     assert "c.jsonl:1: token_ids must be a list of whole numbers" in complaint(huge)
 
@@ -187,6 +198,7 @@ def test_every_bit_that_flips_in_a_parquet_file_is_read_or_refused(tmp_path: Pat
         (b'{"a":' * 100_000, "nested too deeply"),
         (b'{"token_ids": [1], "loss_mask": tru}\n', "not JSON (Expecting value"),
         (b'{"prompt": "a", "completion": "b"}\n', "has no column token_ids"),
+        (b'{"prompt": "a", "completion": "b", "advantage": 0}\n', "has TRL's texts"),
         (b'{"tokens": [1], "loss_mask": [1]}\n', "The file has tokens: if that is it, rename it."),
         (b'{"lockstep.doctor": {}}\n', "has no rows"),
         (b'{"lockstep.doctor": {"modle": "x"}}\n', "'modle'"),

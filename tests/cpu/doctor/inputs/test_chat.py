@@ -119,17 +119,9 @@ def test_answers_of_vllm_are_rows_by_their_choices(tmp_path):
             for i in range(2)
         ],
     }
-    completion = {
-        "object": "text_completion",
-        "choices": [
-            {
-                "text": "4",
-                "prompt_token_ids": [7],
-                "token_ids": [12],
-                "logprobs": {"tokens": ["token_id:12"], "token_logprobs": [-1.5]},
-            }
-        ],
-    }
+    logprobs = {"tokens": ["token_id:12"], "token_logprobs": [-1.5]}
+    choice = {"text": "4", "prompt_token_ids": [7], "token_ids": [12], "logprobs": logprobs}
+    completion = {"object": "text_completion", "choices": [choice]}
     rows = rows_of(tmp_path, chat, completion)
     assert rows.row_ids == ("0", "0.1", "1")
     assert rows.token_ids.tolist() == [5, 6, 10, 5, 6, 11, 7, 12]
@@ -152,6 +144,13 @@ def test_what_contradicts_itself_is_named_with_its_line(tmp_path, changed, messa
     line["messages"][1] |= changed
     with pytest.raises(DataError, match=f"a.jsonl:1: .*{message}"):
         open_dump(save(tmp_path / "a.jsonl", line))
+
+
+def test_messages_with_images_are_left_out_with_the_reason(tmp_path):
+    line = dialogue([5, 6, 10, 11, 20])
+    line["messages"][0]["content"] = [{"type": "image_url"}]
+    dump = open_dump(save(tmp_path / "a.jsonl", line))
+    assert "messages" not in dump.has and "Only text is read here" in dump.lacks["messages"]
 
 
 def test_a_dialogue_without_ids_is_not_taken_for_one_with_them(tmp_path):

@@ -54,9 +54,8 @@ def test_a_torn_last_line_is_left_out_and_said(tmp_path: Path, row: dict[str, An
     assert num_rows(path) == 2
     [note] = open_dump(path).notes
     left = len(json.dumps(row)) - 19
-    assert note.startswith(
-        f"{path} ends in the middle of a row: its last {left} bytes are left out"
-    )
+    told = f"{path} ends in the middle of a row: its last {left} bytes are left out"
+    assert note.startswith(told)
     assert note.endswith("It is still being written, or was cut off")
 
 
@@ -134,9 +133,8 @@ def test_the_newest_parquet_file_without_its_footer_is_left_out(tmp_path: Path):
     size = (tmp_path / "s2.parquet").stat().st_size
     assert isinstance(dump, RowsDump) and num_rows(tmp_path) == 2
     [note] = dump.notes
-    assert note.startswith(
-        f"{tmp_path / 's2.parquet'} ({size:,} bytes) is left out: its end is miss"
-    )
+    told = f"{tmp_path / 's2.parquet'} ({size:,} bytes) is left out: its end is miss"
+    assert note.startswith(told)
 
 
 def test_the_newest_file_may_be_empty_yet(tmp_path: Path):
@@ -144,9 +142,8 @@ def test_the_newest_file_may_be_empty_yet(tmp_path: Path):
     (tmp_path / "step_2.jsonl").touch()
 
     assert num_rows(tmp_path) == 1
-    assert "step_2.jsonl (0 bytes) is left out: nothing is in it yet" in "".join(
-        open_dump(tmp_path).notes
-    )
+    notes = "".join(open_dump(tmp_path).notes)
+    assert "step_2.jsonl (0 bytes) is left out: nothing is in it yet" in notes
 
 
 def test_the_newest_file_of_torch_that_is_cut_off_is_left_out(tmp_path: Path):

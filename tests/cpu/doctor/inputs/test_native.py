@@ -75,9 +75,8 @@ def assert_same(a: Rows, b: Rows) -> None:
             assert x.dtype == y.dtype, f.name
             np.testing.assert_array_equal(x, y, f.name)
         elif f.name in ("engine_ids", "engine_prompt_ids"):
-            assert [v and [t.tolist() for t in v] for v in x] == [
-                v and [t.tolist() for t in v] for v in y
-            ]
+            mine, theirs = ([v and [t.tolist() for t in v] for v in both] for both in (x, y))
+            assert mine == theirs
         else:
             assert x == y, f.name
 
@@ -144,9 +143,7 @@ def test_the_fewest_columns_are_ids_and_mask_and_each_other_is_said_to_be_missin
     tmp_path: Path, suffix: str
 ):
     few = some_rows()
-    few = Rows(
-        row_ids=few.row_ids, offsets=few.offsets, token_ids=few.token_ids, loss_mask=few.loss_mask
-    )
+    few = Rows(**{n: getattr(few, n) for n in ("row_ids", "offsets", "token_ids", "loss_mask")})
     save(tmp_path / f"rows{suffix}", few)
 
     dump = open_dump(tmp_path / f"rows{suffix}")
@@ -191,6 +188,22 @@ def test_one_number_for_a_row_stands_for_the_tokens_that_it_can_be_of(tmp_path: 
     assert rows.policy_version.tolist() == [-1, 3, 3, -1]
     np.testing.assert_array_equal(rows.advantages, np.float32([np.nan, np.nan, 0.5, np.nan]))
     assert rows.is_sampled.tolist() == [False, True, True, True]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_label_is_a_group_and_what_a_row_does_not_say_is_unknown(tmp_path: Path, suffix: str):
+    of_rows = [row(1, reward=True, group="uid-1"), row(2, reward=None, step=3)]
+    of_rows.append(row(3, reward=False, group="uid-1", trainer_version=2))
+    path = jsonl(tmp_path / "rows.jsonl", *of_rows)
+    if suffix == ".parquet":
+        names, path = set().union(*of_rows), tmp_path / "rows.parquet"
+        pq.write_table(pa.table({n: [r.get(n) for r in of_rows] for n in names}), path)
+
+    (rows,) = open_dump(path).chunks()
+
+    np.testing.assert_array_equal(rows.rewards, [1.0, np.nan, 0.0])
+    assert rows.steps.tolist() == [-1, 3, -1] and rows.trainer_version.tolist() == [-1, -1, 2]
+    assert rows.groups[0] == rows.groups[2] > rows.groups[1] == -1
 
 
 def test_parquet_of_other_writers_is_read(tmp_path: Path):

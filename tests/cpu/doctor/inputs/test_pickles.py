@@ -118,9 +118,8 @@ def test_a_pickle_with_code_in_it_is_refused_by_name_and_not_run(tmp_path, kind)
 def test_no_other_name_can_be_called(tmp_path, name):
     module, _, function = name.rpartition(".")
     path = tmp_path / "a.pkl"
-    path.write_bytes(
-        b"\x80\x02c" + f"{module}\n{function}\n".encode() + b"X\x01\x00\x00\x00a\x85R."
-    )
+    named = f"{module}\n{function}\n".encode()
+    path.write_bytes(b"\x80\x02c" + named + b"X\x01\x00\x00\x00a\x85R.")
     with pytest.raises(DataError, match="wants to call"):
         read_pickle(path)
 

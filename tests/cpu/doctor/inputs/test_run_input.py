@@ -87,9 +87,8 @@ def test_facts_are_those_of_the_runs_own_config(tmp_path: Path):
 
 
 def test_a_part_of_the_trajectories_is_said_to_be_one(tmp_path: Path):
-    sample = open_dump(
-        write_run(tmp_path / "a", record={"keep": {"type": "sample", "fraction": 0.25}})
-    )
+    kept = {"keep": {"type": "sample", "fraction": 0.25}}
+    sample = open_dump(write_run(tmp_path / "a", record=kept))
     last = open_dump(write_run(tmp_path / "b", record={"keep": {"type": "last", "steps": 20}}))
 
     assert "25% of the groups" in sample.notes[0]

@@ -70,10 +70,8 @@ def save(tmp_path, monkeypatch):
     for end in range(1, len(parts) + 1):
         module = ModuleType(".".join(parts[:end]))
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    module.TrainingInputBatch, module._rebuild_tensor_batch = (
-        TrainingInputBatch,
-        _rebuild_tensor_batch,
-    )
+    module.TrainingInputBatch = TrainingInputBatch
+    module._rebuild_tensor_batch = _rebuild_tensor_batch
 
     def save(*, step: int = 7, bounds: Any = ((0, 1), (1, 2)), **changed: Any) -> Path:
         columns = {n: v if v is None else packed(v) for n, v in (batch() | changed).items()}

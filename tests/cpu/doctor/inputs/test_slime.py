@@ -64,15 +64,8 @@ def test_a_rollout_is_read_with_its_log_probs_where_they_belong(tmp_path):
     assert isinstance(dump, SlimeDump) and dump.facts.trainer == "slime"
     rows = only(dump)
     assert rows.row_ids == ("7/0", "7/1")
-    assert rows.sizes.tolist() == [7, 7] and rows.token_ids[:7].tolist() == [
-        5,
-        6,
-        10,
-        11,
-        20,
-        21,
-        12,
-    ]
+    assert rows.sizes.tolist() == [7, 7]
+    assert rows.token_ids[:7].tolist() == [5, 6, 10, 11, 20, 21, 12]
     assert rows.loss_mask[:7].tolist() == [False, False, True, True, False, False, True]
     nan = np.nan
     expected = [nan, nan, -0.5, 0.0, nan, nan, -0.25]
@@ -94,11 +87,8 @@ def test_what_it_has_is_what_its_rows_have_and_the_rest_is_said(tmp_path):
 
 
 def test_without_a_mask_the_whole_response_is_trained_and_removed_samples_are_not(tmp_path):
-    path = save(
-        tmp_path / "7.pt",
-        sample(0, loss_mask=None, weight_versions=["3"]),
-        sample(1, remove_sample=True),
-    )
+    whole = sample(0, loss_mask=None, weight_versions=["3"])
+    path = save(tmp_path / "7.pt", whole, sample(1, remove_sample=True))
     rows = only(SlimeDump(path))
     assert rows.loss_mask.tolist() == [False] * 2 + [True] * 5 + [False] * 7
     assert rows.rollout_logprobs[2] == -0.5
@@ -180,9 +170,8 @@ def test_shares_of_ranks_are_put_together_and_counted_once(tmp_path):
         } | {"partition": positions, "raw_reward": [0.0, 1.0, 2.0, 3.0]}
         if rank < 2:
             del shard["log_probs"]
-        torch.save(
-            {"rollout_id": 7, "rank": rank, "rollout_data": shard}, tmp_path / f"7_{rank}.pt"
-        )
+        saved = {"rollout_id": 7, "rank": rank, "rollout_data": shard}
+        torch.save(saved, tmp_path / f"7_{rank}.pt")
     dump = SlimeDump(tmp_path)
     rows = only(dump)
     assert sorted(rows.row_ids) == ["7/0", "7/1", "7/2", "7/3"]
@@ -201,7 +190,7 @@ def test_files_of_a_directory_come_in_order_and_evaluations_are_left_out(tmp_pat
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"state": torch.zeros(2)}, "`samples`"),
+        ({"state": torch.zeros(2)}, "`samples`.*--format verl"),
         ([1, 2], "`samples`"),
         ({"rollout_id": 1, "samples": []}, "no row of the format slime"),
         ({"samples": [{"text": "a"}]}, r"sample 0\b.*`tokens`"),

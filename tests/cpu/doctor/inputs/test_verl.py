@@ -158,9 +158,14 @@ def test_a_batch_of_the_v1_trainer_is_read_from_its_nested_tensors(tmp_path):
     assert isinstance(dump, VerlDump)
     rows = only(dump)
     check_batch(rows)
-    assert (
-        rows.trainer_version.tolist() == [6, 6] and "save_to_disk" in dump.lacks["trainer_logprobs"]
-    )
+    assert rows.trainer_version.tolist() == [6, 6]
+    assert "save_to_disk" in dump.lacks["trainer_logprobs"]
+
+
+def test_tensors_in_a_plain_dict_are_known_by_their_names(tmp_path):
+    torch.save(batch(), path := tmp_path / "batch.pt")
+    assert isinstance(dump := open_dump(path), VerlDump)
+    assert only(dump).gap[[2, 4]].tolist() == [-0.25, -0.25]
 
 
 def test_settings_that_are_no_numbers_are_left_out(save):
