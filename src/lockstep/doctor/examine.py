@@ -281,12 +281,12 @@ def _explain(out: Examination, view: View, *, is_live: bool) -> None:
             # Another model sampled, so this one's numbers for other inputs rule out nothing.
             found.lost -= {h.name for h in HYPOTHESES.values() if "model" in h.needs}
     named = {f.check for f in out.findings if f.verdict == "differs"}
-    for one in HYPOTHESES.values():
-        if lacks := tuple(n for n in one.needs if n not in known):
+    for one in (h for h in HYPOTHESES.values() if h.name not in named):
+        if lacks := found.lacks.get(one.name) or tuple(n for n in one.needs if n not in known):
             out.findings.append(_lacking(one, lacks))
         elif one.name in found.errors:
             out.findings.append(_finding(one, "not_checkable", found.errors[one.name]))
-        elif one.name not in named:
+        else:
             out.findings.append(_not_found(one, found))
     if found.causes:
         out.after = Split(tokenizer=setting.tokenizer)

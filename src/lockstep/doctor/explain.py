@@ -139,8 +139,7 @@ class Prediction:
     @classmethod
     def of_side(cls, side: str, values: Float64Array, text: str, **options: Any) -> Prediction:
         """A prediction of the column of one side: "sampler" or "trainer"."""
-        options[side] = values
-        return cls(text=text, **options)
+        return cls(text=text, **{side: values}, **options)
 
 
 Predict = Callable[[View], Iterable[Prediction]]
@@ -364,6 +363,8 @@ class Explanation:
     late: list[str] = field(default_factory=list[str])
     """Hypotheses that did not end in time."""
     errors: dict[str, str] = field(default_factory=dict[str, str])
+    lacks: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    """Hypothesis -> records that would decide it, if these rows do not."""
     rivals: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     """Cause -> causes that explain the same within their errors."""
 

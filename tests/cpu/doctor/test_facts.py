@@ -103,6 +103,16 @@ def test_certain_tokens_of_both_sides_are_no_fillers():
     assert proved(changed(rows, "trainer_logprobs", at(3, 10, 50), -1e-7)) == {}
 
 
+def test_zeros_of_a_temperature_near_0_are_no_fillers_and_zeros_without_it_are():
+    same = np.random.default_rng(0).random(ROWS.num_tokens) < 0.5
+    cold = np.where(same, 0.0, 0.2 * ROWS.rollout_logprobs).astype(np.float32)
+    filled = changed(ROWS, "rollout_logprobs", same, 0.0)
+    assert "fillers" not in proved(ROWS.with_(rollout_logprobs=cold))
+    assert set(proved(filled)) == {"fillers"}
+    for facts in ({"temperature": 0.01}, {"temperature": 0.0}, {"top_k": 1}):
+        assert "fillers" not in proved(filled, **facts)
+
+
 def test_certain_tokens_that_a_shift_moves_are_no_proof_of_fillers():
     certain = np.random.default_rng(0).random(ROWS.num_tokens) < 0.3
     rows = changed(
