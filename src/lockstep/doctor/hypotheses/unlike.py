@@ -84,11 +84,10 @@ def steadiness(rows: Rows, d: Float64Array, numeric: float) -> float:
     num = np.bincount(place)
     is_repeated = num[place] > 1
     values, place = d[at][is_repeated], place[is_repeated]
-    if len(values) < MIN_TOKENS:
-        return float("nan")
-    # Repeated contexts must show the deviation: rows begin alike where nothing is wrong yet. Half
-    # of their tokens are beyond what numerics make, or they deviate as all do.
-    if np.median(values**2) < NOISE**2 * numeric and size(values) < 0.25 * size(d):
+    # Repeated contexts must show the deviation: rows begin alike where nothing is wrong yet. They
+    # deviate as all tokens do, or both they and the typical token deviate far beyond numerics.
+    beyond = min(size(values), float(np.median(d[at] ** 2))) >= NOISE**2 * numeric
+    if len(values) < MIN_TOKENS or not (beyond or size(values) >= 0.25 * size(d)):
         return float("nan")
     mean = np.bincount(place, values, len(num)) / np.maximum(num, 1)
     left = (values - mean[place]) ** 2 * (num / np.maximum(num - 1, 1))[place]
