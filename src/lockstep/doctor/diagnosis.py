@@ -184,7 +184,7 @@ class Diagnosis:
             steps = [HOW_TO_GET[side] for side in self._missing_sides]
             return steps or ["log both sides' log-probs as they are"]
         lacking = {name for finding in self.with_verdict("not_checkable") for name in finding.lacks}
-        names = ("engine_ids", "model", "messages", "tokenizer", "renderer")
+        names = ("repeated_rows", "engine_ids", "model", "messages", "tokenizer", "renderer")
         steps = [HOW_TO_GET[name] for name in names if name in lacking]
         recorder = "or copy lockstep/doctor/recorder.py, which writes all of them"
         ladder = "play the rungs with your model and template: lockstep doctor --ladder"

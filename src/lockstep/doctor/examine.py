@@ -29,7 +29,7 @@ from lockstep.doctor.explain import (
 )
 from lockstep.doctor.facts.base import FACTS, Fact, Tally
 from lockstep.doctor.facts.physical import PHYSICAL, contradictions
-from lockstep.doctor.facts.values import sides, step_of
+from lockstep.doctor.facts.values import step_of
 from lockstep.doctor.findings import MAX_EVIDENCE, MOST, Finding, Setting, Verdict
 from lockstep.doctor.gap import Gap, Split
 from lockstep.doctor.hypotheses.unlike import NOISE, rest_of
@@ -210,8 +210,8 @@ def examine(
             after = deepcopy(out.before)
         if after is not None:
             after.add(left)
-        for side, values, *_ in sides(rows):
-            out.num_unscored[side] += int(rows.unscored(values).sum())
+        for side, column in SIDES.items():
+            out.num_unscored[side] += int(rows.unscored(column).sum())
         out.before.add(rows)
         sample.add(left)
     out.after = after or out.before
@@ -285,12 +285,12 @@ def _explain(out: Examination, view: View, *, is_live: bool) -> None:
             # Another model sampled, so this one's numbers for other inputs rule out nothing.
             found.lost -= {h.name for h in HYPOTHESES.values() if "model" in h.needs}
     named = {f.check for f in out.findings if f.verdict == "differs"}
-    for one in HYPOTHESES.values():
-        if lacks := tuple(n for n in one.needs if n not in known):
+    for one in (h for h in HYPOTHESES.values() if h.name not in named):
+        if lacks := found.lacks.get(one.name) or tuple(n for n in one.needs if n not in known):
             out.findings.append(_lacking(one, lacks))
         elif one.name in found.errors:
             out.findings.append(_finding(one, "not_checkable", found.errors[one.name]))
-        elif one.name not in named:
+        else:
             out.findings.append(_not_found(one, found))
     if found.causes:
         out.after = Split(tokenizer=setting.tokenizer)

@@ -50,7 +50,8 @@ NUM_BLOCKS = 8
 several."""
 SECONDS, ALL_SECONDS = 15.0, 60.0
 """Deadlines of one hypothesis in a round, and of all, in seconds of processor time: a diagnosis
-takes at most a minute on two cores, and finds the same on a busy machine."""
+takes at most a minute on two cores, and finds the same on a busy machine. Each cause that is found
+leaves at least SECONDS for the next."""
 
 
 def size(d: Float64Array) -> float:
@@ -139,8 +140,7 @@ class Prediction:
     @classmethod
     def of_side(cls, side: str, values: Float64Array, text: str, **options: Any) -> Prediction:
         """A prediction of the column of one side: "sampler" or "trainer"."""
-        options[side] = values
-        return cls(text=text, **options)
+        return cls(text=text, **{side: values}, **options)
 
 
 Predict = Callable[[View], Iterable[Prediction]]
@@ -364,6 +364,8 @@ class Explanation:
     late: list[str] = field(default_factory=list[str])
     """Hypotheses that did not end in time."""
     errors: dict[str, str] = field(default_factory=dict[str, str])
+    lacks: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    """Hypothesis -> records that would decide it, if these rows do not."""
     rivals: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     """Cause -> causes that explain the same within their errors."""
 
@@ -388,8 +390,8 @@ def explain(
         first, rivals = _simplest(view, named)
         out.rivals[first.cause] = sorted({j.cause for j in rivals} - {first.cause})
         view = repaired(view, first)
-        after = _k2(view)
-        share = max(before - after, 0.0) / whole
+        view = replace(view, deadline=max(view.deadline, time.process_time() + SECONDS))
+        share = max(before - _k2(view), 0.0) / whole
         out.causes.append((first, share, 2 * first.error * share))
     return out
 
@@ -429,7 +431,8 @@ def _k2(view: View) -> float:
 def _round(view: View, hypotheses: Sequence[Hypothesis], out: Explanation) -> list[Judged]:
     found: list[Judged] = []
     known, suspects = view.setting.has | view.rows.has, view.suspects
-    for one in sorted(hypotheses, key=lambda h: "model" in h.needs):  # the cheap ones first
+    # The cheap ones first, and last those that took too long before.
+    for one in sorted(hypotheses, key=lambda h: ("model" in h.needs, h.name in out.late)):
         if any(name not in known for name in one.needs):
             continue
         timed = replace(view, deadline=min(view.deadline, time.process_time() + SECONDS))

@@ -93,6 +93,8 @@ class Rows:
     engine_prompt_ids: tuple[tuple[Int32Array, ...] | None, ...] | None = None
     """[R] ids that the engine was sent before each of these turns, from the beginning of the row;
     the first turn's alone are enough."""
+    absent: tuple[frozenset[str], ...] | None = None
+    """[R] columns of log-probs without any number of this row, not even NaN, in the source."""
 
     def __post_init__(self) -> None:
         num_rows, num_tokens = len(self.row_ids), len(self.token_ids)
@@ -274,12 +276,9 @@ class Rows:
         gap[~self.loss_mask | ~np.isfinite(gap)] = np.nan
         return gap
 
-    def unscored(self, values: Float32Array) -> BoolArray:
-        """[R] True for rows without any of `values` [N] at their trained tokens: that side did not
-        score them. Nothing predicts the first token of a row."""
-        trained = np.flatnonzero(self.loss_mask & (self.position > 0))
-        num_lost = self.row_sums(trained, np.isnan(values[trained]))
-        return (num_lost > 0) & (num_lost == self.row_sums(trained))
+    def unscored(self, column: str) -> BoolArray:
+        """[R] True for rows that a side, whose log-probs are `column`, did not score."""
+        return np.array([column in names for names in self.absent or [()] * len(self)], np.bool_)
 
     @cached_property
     def compared(self) -> Int64Array:
@@ -351,7 +350,7 @@ def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 _OF_ROWS = frozenset(
     {
         *("row_ids", "offsets", "trainer_version", "prompt_lengths", "rewards", "groups", "steps"),
-        *("messages", "texts", "finish_reasons", "engine_ids", "engine_prompt_ids"),
+        *("messages", "texts", "finish_reasons", "engine_ids", "engine_prompt_ids", "absent"),
     }
 )
 TOKEN_COLUMNS = tuple(f.name for f in fields(Rows) if f.name not in _OF_ROWS)

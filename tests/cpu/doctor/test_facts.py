@@ -81,6 +81,9 @@ def test_numbers_and_masks(name, where, value, cause):
 
 def test_a_row_that_the_trainer_did_not_score_has_no_number_of_it():
     rows = changed(ROWS, "trainer_logprobs", at(3, 0, 120), np.nan)
+    assert proved(rows) == {"nonfinite": {"row-3"}}  # it has NaN
+    lacks = tuple(frozenset({"trainer_logprobs"} if at == 3 else ()) for at in range(len(rows)))
+    rows = rows.with_(absent=lacks)
     assert proved(rows) == {}
     assert lockstep.diagnose(Dump(rows)).notes == [
         "1 of 12 rows, not scored by the trainer, are not compared"
@@ -101,6 +104,16 @@ def test_numbers_of_bfloat16_are_told():
 def test_certain_tokens_of_both_sides_are_no_fillers():
     rows = changed(ROWS, "rollout_logprobs", at(3, 10, 50), 0.0)
     assert proved(changed(rows, "trainer_logprobs", at(3, 10, 50), -1e-7)) == {}
+
+
+def test_zeros_of_a_temperature_near_0_are_no_fillers_and_zeros_without_it_are():
+    same = np.random.default_rng(0).random(ROWS.num_tokens) < 0.5
+    cold = np.where(same, 0.0, 0.2 * ROWS.rollout_logprobs).astype(np.float32)
+    filled = changed(ROWS, "rollout_logprobs", same, 0.0)
+    assert "fillers" not in proved(ROWS.with_(rollout_logprobs=cold))
+    assert set(proved(filled)) == {"fillers"}
+    for facts in ({"temperature": 0.01}, {"temperature": 0.0}, {"top_k": 1}):
+        assert "fillers" not in proved(filled, **facts)
 
 
 def test_certain_tokens_that_a_shift_moves_are_no_proof_of_fillers():

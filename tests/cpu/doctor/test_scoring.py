@@ -194,6 +194,26 @@ def test_noise_of_the_trainer_on_few_tokens_is_dropout(sound, moved):
     assert named(both(rows, plain, trainer), model)[0] == ["dropout"]
 
 
+def test_without_equal_contexts_nothing_tells_noise_from_other_weights(sound):
+    rows, model = sound
+    _, place, num = np.unique(rows.prefix_keys, return_inverse=True, return_counts=True)
+    rows = rows.with_(loss_mask=rows.loss_mask & (num[place] == 1))
+    plain, spread = model.plain(rows), np.sqrt(model.spread(rows))
+    noisy = plain + spread * np.random.default_rng(1).normal(0, 0.3, rows.num_tokens)
+    for sides in ((plain, noisy), (noisy, plain)):
+        causes, found = named(both(rows, *sides), model)
+        assert causes == [] and found.outcome == "differs"
+        assert found.next_steps[0].startswith("score the same rows twice")
+
+
+def test_noise_is_told_by_equal_contexts_though_other_tokens_have_far_more_of_it(sound):
+    rows, model = sound
+    _, place, num = np.unique(rows.prefix_keys, return_inverse=True, return_counts=True)
+    std = np.where(num[place] == 1, 6.0, 0.6) * np.sqrt(model.spread(rows))
+    noisy = model.plain(rows) + std * np.random.default_rng(1).normal(0, 1, rows.num_tokens)
+    assert named(both(rows, model.plain(rows), -np.abs(noisy)), model)[0] == ["dropout"]
+
+
 def test_log_probs_of_other_tokens_are_no_other_weights(sound, moved):
     (_, model), (rows, _) = sound, moved
     values, half = model.plain(rows).copy(), rows.num_tokens // 2  # rows in pairs: equal halves

@@ -17,6 +17,9 @@ from lockstep.types import MAX_LOGPROB, Float32Array
 
 ALIKE = 1e-3
 """Nats within which both sides have the same number: certain tokens have 0.0 on both."""
+COLD = 0.1
+"""Largest temperature at which float32 rounds the log-prob of a usual argmax to 0.0: the next
+token needs at most a fifth of its probability, 0.19^(1 / 0.1) = 2^-24."""
 
 
 def sides(rows: Rows) -> Iterator[tuple[str, Float32Array, str, Float32Array | None]]:
@@ -32,7 +35,7 @@ def finite(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     for who, values, *_ in sides(rows):
         # The first token of a row has no log-prob; a side without any was not recorded.
         is_wrong = rows.loss_mask & ~np.isfinite(values) & (rows.position > 0)
-        is_wrong &= ~rows.unscored(values)[rows.row_of]
+        is_wrong &= ~rows.unscored(SIDES[who])[rows.row_of]
         if is_wrong.any() and np.isfinite(values[rows.loss_mask]).any():
             kind = "NaN" if np.isnan(values[is_wrong]).any() else "infinite"
             note = f"the {who}'s log-prob of a trained token is {kind}"
@@ -70,10 +73,8 @@ def on_grid(values: npt.NDArray[np.floating[Any]]) -> str:
 
 
 def _decimals(known: npt.NDArray[np.float32], up_to: int) -> str:
-    for digits in range(up_to + 1):
-        if (known == np.round(known.astype(np.float64), digits).astype(np.float32)).all():
-            return f"{digits} decimals"
-    return ""
+    grids = (f"{digits} decimals" for digits in range(up_to + 1))
+    return next((grid for grid in grids if (known == rounded(known, grid)).all()), "")
 
 
 def step_of(values: npt.NDArray[np.floating[Any]]) -> float:
@@ -111,6 +112,15 @@ def _round_other(rows: Rows, *, name: str, grid: str) -> Rows:
     return rows.with_(**{name: rounded(getattr(rows, name), grid)})
 
 
+def _is_cold(setting: Setting, values: Float32Array, other: Any, rest: Any) -> bool:
+    """True if exact zeros may be certain tokens: the run is greedy, or the side's other numbers
+    (rest) lie above the other side's throughout, as at a temperature near 0."""
+    temperature = 1.0 if setting.temperature is None else setting.temperature
+    rise = np.empty(0) if other is None else (values - other)[rest]
+    is_above = len(rise) >= MIN_EQUAL and np.nanquantile(rise, (0.1, 0.5)) > (0.0, FAR / 2)
+    return setting.top_k == 1 or temperature <= COLD or bool(np.all(is_above))
+
+
 @fact()
 def repeated(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     """No single number replaces different log-probs."""
@@ -124,6 +134,8 @@ def repeated(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
             same = is_known & (values == value)
             alike, different = np.zeros_like(same), rows.token_ids[same]
             is_denied = same  # by nobody: zeros at nearly all tokens, of many ids
+            if value == 0.0 and _is_cold(setting, values, other, is_known & ~same):
+                continue
             if other is not None:
                 with np.errstate(invalid="ignore"):
                     is_denied = same & (other < value - FAR)

@@ -72,19 +72,22 @@ def repeated(rows: Rows, d: Float64Array) -> Float64Array:
     return out
 
 
-def steadiness(view: View, d: Float64Array) -> float:
+def steadiness(rows: Rows, d: Float64Array, numeric: float) -> float:
     """Share of the deviation's variance within equal contexts, counted from the first id: 0 for
-    numbers that are computed from the ids, 1 for noise; NaN if too few contexts repeat. Unit: the
-    effect of noise on logits at each token, since rows begin with tokens that are certain."""
-    rows, model = view.rows, view.model
-    d = d / np.sqrt(np.maximum(model.spread(rows), MIN_SPREAD))
+    numbers that are computed from the ids, 1 for noise; NaN if too few contexts repeat.
+
+    d: [N] in units of noise on logits, since rows begin with tokens that are certain. numeric: mean
+    square of bfloat16 in these units.
+    """
     at = np.flatnonzero(np.isfinite(d))
     _, place = np.unique(rows.prefix_keys[at], return_inverse=True)
     num = np.bincount(place)
     is_repeated = num[place] > 1
-    values, place, num = d[at][is_repeated], place[is_repeated], num
-    # Repeated contexts must show the deviation: rows begin alike where nothing is wrong yet.
-    if len(values) < MIN_TOKENS or np.square(values).mean() < 0.25 * np.square(d[at]).mean():
+    values, place = d[at][is_repeated], place[is_repeated]
+    # Repeated contexts must show the deviation: rows begin alike where nothing is wrong yet. They
+    # deviate as all tokens do, or both they and the typical token deviate far beyond numerics.
+    beyond = min(size(values), float(np.median(d[at] ** 2))) >= NOISE**2 * numeric
+    if len(values) < MIN_TOKENS or not (beyond or size(values) >= 0.25 * size(d)):
         return float("nan")
     mean = np.bincount(place, values, len(num)) / np.maximum(num, 1)
     left = (values - mean[place]) ** 2 * (num / np.maximum(num - 1, 1))[place]
@@ -94,8 +97,7 @@ def steadiness(view: View, d: Float64Array) -> float:
 def deviating(view: View) -> tuple[str, Float64Array] | None:
     """(side, its deviation) of the side that is further from the model than its noise; None where
     neither is, or where its weights are not at hand."""
-    model, rows = view.setting.model, view.rows
-    if model is None or not model.has_own(rows):
+    if not view.model.has_own(view.rows):
         return None
     found = {side: getattr(view, side) - view.plain for side in SIDES}
     found = {side: np.where(np.abs(d) <= view.step, 0.0, d) for side, d in found.items()}
@@ -117,7 +119,7 @@ def rest_of(view: View, found: Explanation) -> tuple[str, str, float] | None:
 
     A side that deviates alike in equal contexts, in nearly all rows, ran other weights; a sampler
     may have read another prompt as well, and then a prompt that is tried explains a part. Noise
-    has another value each time, on every token.
+    has another value each time, on every token: it is named only where equal contexts repeat.
     """
     if (one := deviating(view)) is None:
         return None
@@ -130,10 +132,10 @@ def rest_of(view: View, found: Explanation) -> tuple[str, str, float] | None:
         return None
     spread = np.maximum(model.spread(rows), MIN_SPREAD)
     numeric = (model.bfloat16(rows) - model.plain(rows)) / np.sqrt(spread)
-    if view.setting.is_one_process:  # the same ops on both sides: no noise at all
-        numeric[:] = 0.0
-    units, limit = d / np.sqrt(spread), NOISE * size(numeric)
-    steady = steadiness(view, d)
+    units = d / np.sqrt(spread)
+    steady = steadiness(rows, units, size(numeric))
+    numeric *= not view.setting.is_one_process  # the same ops on both sides: no noise at all
+    limit = NOISE * size(numeric)
     left = size(d - repeated(rows, d)) / size(d)
     repeats = steady < STEADY or (np.isnan(steady) and left < MOSTLY)
     first = np.minimum(rows.firsts(rows.spans.begin), rows.offsets[1:] - 1)
@@ -143,10 +145,12 @@ def rest_of(view: View, found: Explanation) -> tuple[str, str, float] | None:
         prompts = rows.prefix_keys[np.maximum(first - 1, rows.offsets[:-1])]
         if _is_by_prompt(prompts, rows.row_means(at, units[at] ** 2), limit):
             return "wrong_template", "the sampler deviates in all rows of some prompts alone", 1.0
-    if is_own and not repeats:
-        cause, part = _noise(view, side, units, numeric, is_unsteady=steady >= STEADY)
+    if is_own and steady >= STEADY:
+        cause, part = _noise(view, side, units, numeric)
         if cause:
             return cause, f"the {side} differs from the model each time in another way", part
+    if is_own and np.isnan(steady) and not repeats:
+        found.lacks["hypotheses/rest"] = ("repeated_rows",)
     told = f"the {side} deviates from the model alike in equal contexts"
     if side == "trainer":
         cause = "after_update" if _follows_advantages(rows, d) else "other_weights"
@@ -188,12 +192,10 @@ def _is_by_prompt(prompts: np.ndarray, far: Float64Array, limit: float) -> bool:
     return False
 
 
-def _noise(
-    view: View, side: str, units: Float64Array, numeric: Float64Array, *, is_unsteady: bool
-) -> tuple[str, float]:
+def _noise(view: View, side: str, units: Float64Array, numeric: Float64Array) -> tuple[str, float]:
     """(cause of noise on every token, its part of the deviation); no cause if the deviation is no
     noise. units, numeric: [N] the deviation, and the noise of bfloat16, in units of noise on
-    logits. is_unsteady: whether equal contexts are known to show other values."""
+    logits."""
     model, rows, at = view.model, view.rows, np.flatnonzero(np.isfinite(units))
     spread = np.maximum(model.spread(rows)[at], MIN_SPREAD)
     d2, units2, every = units[at] ** 2 * spread, units[at] ** 2, np.arange(len(rows))
@@ -201,15 +203,14 @@ def _noise(
         rows, "routers", lambda: model.scorer.router_variances(model.loaded(rows), rows, every)
     )
     fits = [_likelihood(d2, spread), *(_likelihood(d2, v[at]) for v in routes)]
-    if int(np.argmax(fits)) > 0 and is_unsteady:
+    if int(np.argmax(fits)) > 0:
         return "routing_flips", 1.0
-    if side == "trainer" and is_unsteady and (routes or not view.setting.is_moe):
-        return "dropout", 1.0
     typical = float(np.median(units2))
-    if typical <= NOISE * float(np.nanmedian(numeric[at] ** 2)):
-        return "", 0.0
-    if side == "trainer":
+    is_numeric = typical <= NOISE * float(np.nanmedian(numeric[at] ** 2))
+    if side == "trainer" and (routes or not view.setting.is_moe or not is_numeric):
         return "dropout", 1.0
+    if is_numeric:
+        return "", 0.0
     low, middle = np.quantile(np.sqrt(units2[spread > MIN_SPREAD]), (0.25, 0.5))
     core = d2[units2 <= CORE**2 * typical]  # outliers are of another cause
     is_even = low >= QUARTER * middle and core.mean() < FAR**2
@@ -230,10 +231,6 @@ def _follows_advantages(rows: Rows, d: Float64Array) -> bool:
 def _likelihood(d2: Float64Array, variance: Float64Array) -> float:
     """Mean log-likelihood of squares under Gaussian noise of this pattern, at its best scale, over
     a floor."""
-    best = -np.inf
-    for floor in (1e-3, 1e-2, 0.1):
-        pattern = variance / max(float(variance.mean()), 1e-12) + floor
-        scale = float((d2 / pattern).mean())
-        value = -0.5 * float(np.log(scale * pattern + 1e-12).mean()) - 0.5
-        best = max(best, value)
-    return best
+    relative = variance / max(float(variance.mean()), 1e-12)
+    patterns = [relative + floor for floor in (1e-3, 1e-2, 0.1)]
+    return max(-0.5 * float(np.log((d2 / p).mean() * p + 1e-12).mean()) - 0.5 for p in patterns)

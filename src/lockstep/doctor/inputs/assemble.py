@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from lockstep.dialogues import read_messages
-from lockstep.doctor.rows import TOKEN_COLUMNS, BoolArray, Rows
+from lockstep.doctor.rows import SIDES, TOKEN_COLUMNS, BoolArray, Rows
 from lockstep.errors import DataError
 from lockstep.tables import tables_beside
 from lockstep.types import Int32Array, Message
@@ -193,6 +193,7 @@ def _join(rows: Sequence[Row], has: frozenset[str]) -> Rows:
             ]
         )
     return Rows(
+        absent=tuple(has & set(SIDES.values()) - row.columns.keys() for row in rows),
         row_ids=tuple(row.row_id for row in rows),
         offsets=np.cumsum([0, *map(len, rows)], dtype=np.int64),
         token_ids=np.concatenate([row.token_ids for row in rows]),
