@@ -308,7 +308,7 @@ def _value(column: Column, value: Any, size: int, where: str) -> Any:
         return value  # as `_arrays` gives it
     shape, at = column.shape, f"{where}: {column.name}"
     may_lack = column.fill is not None or shape in ("text", "turn")
-    if isinstance(value, list) and value and all(each is None for each in value) and may_lack:
+    if may_lack and isinstance(value, list) and not any(each is not None for each in value):  # pyright: ignore
         value = None
     if shape == "messages" or (value is None and may_lack):  # `read_row` reads messages
         return value
