@@ -151,8 +151,7 @@ def _choose(
     take(_MISMATCH, worst[:part])
     take("worst reward", sorted(late, key=lambda c: c.reward)[:part])
     take("best reward", sorted(late, key=lambda c: -c.reward)[:part])
-    unfinished = [c for c in candidates if c.status != "finished"]
-    take("unfinished", _spread(unfinished, part))
+    take("unfinished", _spread([c for c in candidates if c.status != "finished"], part))
     take("evaluation", _spread([c for c in candidates if c.split != "train"], part))
     rest = [c for c in trained if c.address not in chosen]
     take("sample", _spread(rest, number - len(chosen)))

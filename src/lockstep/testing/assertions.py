@@ -279,8 +279,7 @@ def _token(ids: npt.NDArray[np.int32], at: int, tokenizer: Tokenizer | None) -> 
 
 
 def _worst(rows: Rows) -> str:
-    gap = np.abs(rows.gap)
-    at = int(np.nanargmax(gap))
+    at = int(np.nanargmax(np.abs(rows.gap)))
     row, place = rows.where(at)
     assert rows.rollout_logprobs is not None and rows.trainer_logprobs is not None
     return (
