@@ -259,10 +259,9 @@ class _Session:
             for part in ("ids", "mask")
         )
         trainer, size = self.trainer, self.trainer.args.per_device_train_batch_size
-        width = batch["completion_ids"].shape[1]
         with torch.no_grad():
             return trainer._get_per_token_logps_and_entropies(
-                trainer.model, ids, mask, width, batch_size=size
+                trainer.model, ids, mask, batch["completion_ids"].shape[1], batch_size=size
             )[0]
 
     def take_loss(self) -> None:

@@ -372,9 +372,8 @@ def worst_alarm(run: Run) -> Alarm:
     """The verdict on the step with the largest mismatch."""
     family, is_one_process = _family(run)
     judge = partial(mismatch_alarm, architecture=family or "dense", is_one_process=is_one_process)
-    alarms = [judge(row) for row in run.metrics]
     return max(
-        alarms,
+        [judge(row) for row in run.metrics],
         # NaN compares with nothing: within one level, a value that is not a number is the worst.
         key=lambda a: (LEVELS.index(a.level), float("inf") if a.value != a.value else a.value),
         default=judge({}),

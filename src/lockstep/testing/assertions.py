@@ -231,8 +231,7 @@ def _ids(values: Any) -> npt.NDArray[np.int32]:
 
 def _rows(rollout: Any, trainer: Any, mask: Any, ids: Any, name: str) -> Rows:
     num = [len(row) for row in _ragged(rollout)]
-    given = {"trainer": trainer, "loss mask": mask, "ids": ids}
-    for side, values in given.items():
+    for side, values in {"trainer": trainer, "loss mask": mask, "ids": ids}.items():
         found = num if values is None else [len(row) for row in _ragged(values)]
         for at, (one, other) in enumerate(zip_longest(num, found, fillvalue="none")):
             if one != other:
