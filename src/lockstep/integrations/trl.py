@@ -124,9 +124,8 @@ class LockstepMixin:
         Raises ConfigError for a correction that this trainer cannot apply.
         """
         super().__init__(*args, **kwargs)
-        levels = ("sequence", "geometric")
         is_rloo = hasattr(super(), "_compute_loss") and not hasattr(self, "loss_type")
-        if correction and is_rloo and correction.level not in levels:
+        if correction and is_rloo and correction.level not in ("sequence", "geometric"):
             raise ConfigError(
                 f"correction.level={correction.level}: RLOOTrainer has one ratio for a reply; "
                 "expected sequence or geometric."
