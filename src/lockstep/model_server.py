@@ -238,15 +238,13 @@ class ModelServer:
 
     def facts(self) -> dict[str, Any]:
         """How to reach the server, for programs."""
+        out = self.tinker_out or self.agents_out
         found: dict[str, Any] = {"url": self.url, "needs_key": bool(self.key)}
-        found["max_tokens"] = self.config.max_tokens
+        found |= {"max_tokens": self.config.max_tokens, "out": None if out is None else str(out)}
         if self.agents is not None:
-            out = self.agents_out
             found |= {"openai_base_url": f"{self.url}/v1", "model": self.agents.model}
-            found["out"] = None if out is None else str(out)
         if self.tinker_out is not None:
             found |= {"tinker_base_url": self.url, "models": list(self.bases)}
-            found["out"] = str(self.tinker_out)
         return found
 
     def lines(self) -> list[str]:

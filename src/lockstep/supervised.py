@@ -13,10 +13,11 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from lockstep.config import flatten, overlaid, to_dict
 from lockstep.errors import ConfigError
@@ -266,8 +267,7 @@ def _rows(config: SupervisedConfig, model_files: ModelFiles) -> Rows:
     tested = [sft_row(each, model_files.renderer) for each in held]
     tested = [row for row in tested if fits(row, sft, limit)]
     if config.data is None:
-        rows = sft_rows(examples, renderer, sft, max_tokens=limit, seed=config.seed)
-        return rows, tested
+        return sft_rows(examples, renderer, sft, max_tokens=limit, seed=config.seed), tested
     streams: list[Iterator[Sample]] = []
     left = sft.steps
     stages = config.data.stages(config.seed)
@@ -316,15 +316,6 @@ def _spelling(model_files: ModelFiles, config: SupervisedConfig) -> Renderer:
     if not config.spelling_dropout:
         return model_files.renderer
     loose = model_files.renderer.tokenizer.with_dropout(config.spelling_dropout, seed=config.seed)
-    spelled = make_renderer(model_files.renderer_config, loose)
-    return cast(Renderer, LooseReplies(model_files.renderer, spelled))
-
-
-class LooseReplies:
-    """A renderer whose replies are spelled by another one."""
-
-    def __init__(self, strict: Renderer, loose: Renderer) -> None:
-        self._strict, self.render_reply = strict, loose.render_reply
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._strict, name)
+    renderer = copy(model_files.renderer)
+    renderer.render_reply = make_renderer(model_files.renderer_config, loose).render_reply
+    return renderer

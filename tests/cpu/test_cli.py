@@ -10,6 +10,7 @@ import time
 from functools import partial
 
 import pytest
+from command_line import lockstep, refusal
 from full_counts import PROOF
 from quickstarts import SHORT
 from run_rows import timed_rows, without_time
@@ -25,11 +26,6 @@ SMALL = (*SHORT, "steps=2", "evaluation.num_tasks=4", "checkpoint.every=1")
 VERBS = (
     "train", "sft", "eval", "report", "doctor", "replay", "render", "export", "recipes",
 )  # fmt: skip
-
-
-def lockstep(*words, capsys=None):
-    code = main([str(w) for w in words])
-    return (code, *capsys.readouterr()) if capsys else code
 
 
 @pytest.fixture(scope="module")
@@ -261,8 +257,7 @@ def test_export_writes_a_checkpoint_that_trains_again(run, tmp_path, capsys):
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in out.iterdir()}
     assert lockstep("train", "quickstart", f"model={out}", "--dry-run") == OK
     capsys.readouterr()
-    assert lockstep("export", run, "--hf", out) == BAD_INPUT
-    assert "not empty" in " ".join(capsys.readouterr().err.split())
+    assert "not empty" in refusal("export", run, "--hf", out, capsys=capsys)
 
 
 def test_report_puts_runs_side_by_side(run, tmp_path, capsys):
@@ -387,10 +382,8 @@ BAD = {
 def test_bad_input_is_one_paragraph_and_exit_code_2(case, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words, message = BAD[case]
-    code, _, err = lockstep(*words, capsys=capsys)
-    assert code == BAD_INPUT
-    assert message in " ".join(err.split())
-    assert "Traceback" not in err
+    said = refusal(*words, capsys=capsys)
+    assert message in said and "Traceback" not in said
     assert not (tmp_path / "runs").exists()
 
 
@@ -406,41 +399,32 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(case, tmp_path, monkeypatch,
     ids=" ".join,
 )
 def test_an_output_that_cannot_be_written_is_refused_before_anything_is_read(words, capsys):
-    code, _, err = lockstep(*words, capsys=capsys)
-    assert code == BAD_INPUT
-    assert "cannot be written: " in " ".join(err.split()) and "runs/none is not" not in err
+    said = refusal(*words, capsys=capsys)
+    assert "cannot be written: " in said and "runs/none is not" not in said
 
 
 def test_malformed_questions_name_file_and_line(tmp_path, capsys):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.md").write_text("The harbour opens at six.\n")
     (tmp_path / "q.jsonl").write_text('{"id": "1", "question": "?"\n')
-    code, _, err = lockstep(
-        "train", "docsearch", f"task.docs={tmp_path / 'docs'}",
-        f"task.questions={tmp_path / 'q.jsonl'}", capsys=capsys,
-    )  # fmt: skip
-    assert code == BAD_INPUT
-    assert "q.jsonl:1" in "".join(err.split())
+    words = [f"task.docs={tmp_path / 'docs'}", f"task.questions={tmp_path / 'q.jsonl'}"]
+    said = refusal("train", "docsearch", *words, capsys=capsys)
+    assert "q.jsonl:1" in said.replace(" ", "")
 
 
 def test_a_checkpoint_of_another_architecture_is_refused(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
-    code, _, err = lockstep("train", "quickstart", f"model={tmp_path}", capsys=capsys)
-    assert code == BAD_INPUT
-    assert "mamba" in err
+    assert "mamba" in refusal("train", "quickstart", f"model={tmp_path}", capsys=capsys)
 
 
 def test_a_second_run_in_one_directory_is_refused(run, capsys):
-    code, _, err = lockstep("train", "quickstart", *SMALL, f"out={run}", capsys=capsys)
-    assert code == BAD_INPUT
-    assert "resume=true" in " ".join(err.split())
+    words = ["train", "quickstart", *SMALL, f"out={run}"]
+    assert "resume=true" in refusal(*words, capsys=capsys)
 
 
 def test_resuming_with_other_settings_points_to_from(run, capsys):
-    code, _, err = lockstep("train", run, "resume=true", "trainer.lr=1", capsys=capsys)
-    assert code == BAD_INPUT
-    assert "from=" in err
-    assert "trainer.lr: 0.001 -> 1.0" in " ".join(err.split())
+    said = refusal("train", run, "resume=true", "trainer.lr=1", capsys=capsys)
+    assert "from=" in said and "trainer.lr: 0.001 -> 1.0" in said
     with pytest.raises(ConfigError, match=r"trainer\.lr: 0\.001 -> 1\.0"):
         train(run, resume=True, trainer={"lr": 1.0})
     assert train(load_run(run), resume=True, view="json").status == "done"
@@ -547,12 +531,9 @@ def test_an_installed_package_adds_a_recipe_without_plugin(tmp_path, capsys, mon
 def test_an_installed_plugin_that_cannot_be_imported_is_named(tmp_path, capsys, monkeypatch):
     installed(tmp_path / "site", "broken_package", "import no_such_dependency\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    code, _, err = lockstep("recipes", capsys=capsys)
-    assert code == BAD_INPUT
-    text = " ".join(err.split())
-    assert "broken_package" in text
-    assert "no_such_dependency" in text
-    assert "Traceback" not in text
+    said = refusal("recipes", capsys=capsys)
+    assert "broken_package" in said and "no_such_dependency" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("verb", ["train", "report", "eval"])
@@ -560,18 +541,16 @@ def test_a_torn_environment_is_named(run, tmp_path, capsys, verb):
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run" / "environment.json").write_text("{}")
     words = ["resume=true"] if verb == "train" else []
-    code, _, err = lockstep(verb, tmp_path / "run", *words, capsys=capsys)
-    assert code == BAD_INPUT
-    assert "environment.json lacks format_version" in " ".join(err.split())
+    said = refusal(verb, tmp_path / "run", *words, capsys=capsys)
+    assert "environment.json lacks format_version" in said
 
 
 def test_a_lock_that_is_a_directory_is_named(run, tmp_path, capsys):
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run" / "lock").unlink()
     (tmp_path / "run" / "lock").mkdir()
-    code, _, err = lockstep("train", tmp_path / "run", "resume=true", capsys=capsys)
-    assert code == BAD_INPUT
-    assert "lock cannot be opened" in " ".join(err.split())
+    said = refusal("train", tmp_path / "run", "resume=true", capsys=capsys)
+    assert "lock cannot be opened" in said
 
 
 @pytest.mark.parametrize("target", ["nowhere", "step-000002", "."])
@@ -580,31 +559,12 @@ def test_a_link_in_place_of_a_checkpoint_is_named(run, tmp_path, capsys, target)
     link = tmp_path / "run" / "checkpoints" / "step-000002"
     link.rename(tmp_path / "kept")
     link.symlink_to(target)
-    code, _, err = lockstep("train", tmp_path / "run", "resume=true", capsys=capsys)
-    assert code == BAD_INPUT
-    assert "step-000002 is a link" in " ".join(err.split())
+    said = refusal("train", tmp_path / "run", "resume=true", capsys=capsys)
+    assert "step-000002 is a link" in said
 
 
-def test_an_engine_of_ones_own_is_chosen_by_its_tag_and_gets_every_update(tmp_path, monkeypatch):
+def test_an_engine_of_ones_own_is_chosen_by_its_tag_and_gets_every_update(tmp_path):
     """One that holds weights of its own: a sync that did not arrive would show as a mismatch."""
-    (tmp_path / "apart_engine.py").write_text(
-        "import copy, dataclasses\n"
-        "from lockstep.engines.config import EmbeddedConfig, EngineConfig\n"
-        "from lockstep.engines.embedded.engine import EmbeddedEngine\n"
-        "from lockstep.engines.registry import make_engine\n"
-        "@dataclasses.dataclass(frozen=True, kw_only=True)\n"
-        "class ApartConfig(EngineConfig):\n"
-        "    pages: int = 64\n"
-        "class ApartEngine(EmbeddedEngine):\n"
-        "    @property\n"
-        "    def capabilities(self):\n"
-        "        return dataclasses.replace(super().capabilities, weight_sources=('tensors',))\n"
-        "@make_engine.register\n"
-        "def _(config: ApartConfig, context):\n"
-        "    settings = EmbeddedConfig(kv_cache_tokens=128 * config.pages)\n"
-        "    return ApartEngine(copy.deepcopy(context.model), settings)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
     path = tmp_path / "run"
     words = ["engine=apart", "engine.pages=80", "--plugin", "apart_engine"]
     assert lockstep("train", "quickstart", *SMALL, *words, f"out={path}") == OK

@@ -432,29 +432,25 @@ def equal_distributions(sampling: SamplingParams) -> frozenset[Distribution]:
 
 def check_abilities(request: Request, limits: Capabilities) -> None:
     """Raises CapabilityError for a request of something that the engine cannot do."""
-    if lack := _lack(request, limits):
-        raise CapabilityError(f"request {request.id}: engine {limits.name} {lack}.")
-
-
-def _lack(request: Request, limits: Capabilities) -> str:
-    sampling = request.sampling
+    sampling, lack = request.sampling, ""
     if not equal_distributions(sampling) & set(limits.distributions):
-        return (
+        lack = (
             f"records log-probs of {', '.join(limits.distributions)}, and not of the distribution "
             f"{sampling.distribution!r} at temperature={sampling.temperature:g}, "
             f"top_p={sampling.top_p:g}, top_k={sampling.top_k}"
         )
-    if sampling.stop_strings and not limits.has_stop_strings:
-        return "has no stop strings"
-    if sampling.grammar and not limits.has_grammar:
-        return "constrains no reply by a grammar"
-    if request.adapter and not limits.has_adapters:
-        return f"has no adapter {request.adapter!r}"
-    if sampling.record_support and sampling.is_truncated and not limits.has_support:
-        return "does not hand back what top_p and top_k kept (record_support)"
-    if sampling.record_routes and not limits.has_routed_experts:
-        return "does not hand back routed experts (record_routes)"
-    return ""
+    elif sampling.stop_strings and not limits.has_stop_strings:
+        lack = "has no stop strings"
+    elif sampling.grammar and not limits.has_grammar:
+        lack = "constrains no reply by a grammar"
+    elif request.adapter and not limits.has_adapters:
+        lack = f"has no adapter {request.adapter!r}"
+    elif sampling.record_support and sampling.is_truncated and not limits.has_support:
+        lack = "does not hand back what top_p and top_k kept (record_support)"
+    elif sampling.record_routes and not limits.has_routed_experts:
+        lack = "does not hand back routed experts (record_routes)"
+    if lack:
+        raise CapabilityError(f"request {request.id}: engine {limits.name} {lack}.")
 
 
 def check_source(source: Mapping[str, Any] | str | None, limits: Capabilities) -> None:

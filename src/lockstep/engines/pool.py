@@ -296,7 +296,7 @@ class Pool(LedgerEngine[_PoolEntry]):
         tries = _Tries(reply.where, reply.request.affinity)
         try:
             while not reply.is_done:
-                version = None if reply.request.adapter else reply.version
+                version = 0 if reply.request.adapter else reply.version or 0
                 replica = await self._choose(tries, at_least=version)
                 try:
                     await self._stream(replica, reply, len(tries.failures))
@@ -410,7 +410,7 @@ class Pool(LedgerEngine[_PoolEntry]):
         finally:
             replica.streams.discard(limit)
 
-    async def _choose(self, tries: _Tries, *, at_least: int | None = None) -> _Replica:
+    async def _choose(self, tries: _Tries, *, at_least: int = 0) -> _Replica:
         """A ready replica, preferably without a failure of this request. Waits if no replica is
         ready but a lost one may come back.
 
@@ -419,9 +419,7 @@ class Pool(LedgerEngine[_PoolEntry]):
         deadline = _now() + self._config.frozen_seconds / 2
         while True:
             self._check_open()
-            ready = [r for r in self._replicas if r.state == "ready"]
-            if at_least is not None:
-                ready = [r for r in ready if r.version >= at_least]
+            ready = [r for r in self._replicas if r.state == "ready" and r.version >= at_least]
             if ready:
                 others = [r for r in ready if r not in tries.replicas]
                 return self._pick(others or ready, tries.affinity)

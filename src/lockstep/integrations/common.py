@@ -152,8 +152,7 @@ def weigh_piece(
         )
     found = weigh(logprobs.detach(), rollout.detach(), correction, layout=layout, facts=facts)
     d, _ = kl.log_ratio(logprobs, rollout, layout.mask)
-    kept = found.keep.float()
-    return found, {"mismatch_k1": kl.k1(d), "mismatch_k3": kl.k3(d), "kept": kept}
+    return found, {"mismatch_k1": kl.k1(d), "mismatch_k3": kl.k3(d), "kept": found.keep.float()}
 
 
 def token_losses(

@@ -29,13 +29,12 @@ def loss(inputs: Any, **settings: Any) -> Any:
     settings: as in `Settings`, nested or by dotted names. The figures are means over the
     sequence's tokens, and stay on the device.
     """
-    layout = Layout.packed([len(inputs.loss_mask)], inputs.loss_mask)
     found = token_losses(
         _settings(tuple(f"{name}={_text(value)}" for name, value in flatten(settings).items())),
         inputs.trainer_logprobs,
         rollout=inputs.inference_logprobs,
         advantages=inputs.advantages,
-        layout=layout,
+        layout=Layout.packed([len(inputs.loss_mask)], inputs.loss_mask),
     )
     total = found.loss if inputs.loss_weights is None else found.loss * inputs.loss_weights
     count = inputs.loss_mask.sum().clamp(min=1)

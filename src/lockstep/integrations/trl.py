@@ -124,9 +124,8 @@ class LockstepMixin:
         Raises ConfigError for a correction that this trainer cannot apply.
         """
         super().__init__(*args, **kwargs)
-        levels = ("sequence", "geometric")
         is_rloo = hasattr(super(), "_compute_loss") and not hasattr(self, "loss_type")
-        if correction and is_rloo and correction.level not in levels:
+        if correction and is_rloo and correction.level not in ("sequence", "geometric"):
             raise ConfigError(
                 f"correction.level={correction.level}: RLOOTrainer has one ratio for a reply; "
                 "expected sequence or geometric."
@@ -259,10 +258,9 @@ class _Session:
             for part in ("ids", "mask")
         )
         trainer, size = self.trainer, self.trainer.args.per_device_train_batch_size
-        width = batch["completion_ids"].shape[1]
         with torch.no_grad():
             return trainer._get_per_token_logps_and_entropies(
-                trainer.model, ids, mask, width, batch_size=size
+                trainer.model, ids, mask, batch["completion_ids"].shape[1], batch_size=size
             )[0]
 
     def take_loss(self) -> None:

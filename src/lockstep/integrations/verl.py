@@ -152,8 +152,7 @@ class Callback:
                 f"correction.anchor={known.correction.anchor} needs "
                 f"algorithm.rollout_correction.bypass_mode={is_bypass}; found {has_bypass}."
             )
-        is_added = known.correction.changes_loss and not is_bypass
-        if known.correction.changes_advantages or is_added:
+        if known.correction.changes_advantages or (known.correction.changes_loss and not is_bypass):
             raise ConfigError(
                 "correction.kl_penalty_coef: verl's own kl_loss_coef and use_kl_in_reward are for "
                 "that; with anchor=rollout, kl_penalty_form=loss works too."

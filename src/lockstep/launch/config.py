@@ -71,16 +71,13 @@ class ParallelConfig(Checked):
 
     def check_heads(self, *, num_heads: int, num_kv_heads: int) -> None:
         """Raises ConfigError if a model's heads cannot be divided among `sequence` processes."""
-        size, possible = self.sequence, []
-        for ways in range(1, num_heads + 1):
-            is_dealt = num_kv_heads % ways == 0 or ways % num_kv_heads == 0
-            if num_heads % ways == 0 and is_dealt:
-                possible.append(ways)
-        if size not in possible:
+        divisors = [ways for ways in range(1, num_heads + 1) if num_heads % ways == 0]
+        possible = [n for n in divisors if num_kv_heads % n == 0 or n % num_kv_heads == 0]
+        if self.sequence not in possible:
             raise ConfigError(
-                f"parallel.sequence={size} cannot split the model's {num_heads} query heads and "
-                f"{num_kv_heads} key heads: each process computes whole ones. Possible are "
-                f"{', '.join(map(str, possible))}."
+                f"parallel.sequence={self.sequence} cannot split the model's {num_heads} query "
+                f"heads and {num_kv_heads} key heads: each process computes whole ones. Possible "
+                f"are {', '.join(map(str, possible))}."
             )
 
 

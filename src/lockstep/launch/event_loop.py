@@ -127,7 +127,9 @@ def run_to_end(main: Coroutine[Any, Any, T]) -> T:
             # Before the loop goes on: a task that is ready could block it again.
             for task in (left := asyncio.all_tasks(loop)):
                 task.cancel()
-            loop.run_until_complete(_end_others(left))
+            loop.run_until_complete(_wait_for(left))
+            ends = loop.create_task(loop.shutdown_asyncgens(), name="asynchronous generators")
+            loop.run_until_complete(_wait_for([ends]))
             loop.close()
             asyncio.set_event_loop(None)
 
@@ -177,14 +179,8 @@ def _outside_loop() -> Generator[None]:
             asyncio.tasks._enter_task(outer, task)
 
 
-async def _end_others(left: Iterable[asyncio.Task[Any]]) -> None:
-    """Waits for cancelled tasks and asynchronous generators, and names any that do not end."""
-    loop = asyncio.get_running_loop()
-    await _wait_for(left)
-    await _wait_for([loop.create_task(loop.shutdown_asyncgens(), name="asynchronous generators")])
-
-
 async def _wait_for(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Waits for tasks that are to end, and names any that do not."""
     if not (waited := set(tasks)):
         return
     _, pending = await asyncio.wait(waited, timeout=CANCEL_SECONDS)

@@ -61,7 +61,6 @@ class Ranks:
     def join(cls, place: Rank, parallel: ParallelConfig, *, device: str) -> Ranks:
         """Joins the other ranks. Raises RankError, naming them, if some do not come within the
         limit of all waits, or JOIN_SECONDS if that is less. Waits without hearing signals."""
-        timeout = timedelta(seconds=parallel.timeout_seconds)
         limit = parallel.timeout_seconds
         if place.meeting.startswith("tcp://127."):  # all are processes of this machine
             limit = min(limit, JOIN_SECONDS)
@@ -82,7 +81,7 @@ class Ranks:
                 store=store,
                 rank=place.rank,
                 world_size=place.world,
-                timeout=timeout,
+                timeout=timedelta(seconds=parallel.timeout_seconds),
             )
             ranks = cls(place, store, sequence=parallel.sequence, device=where)
             dist.barrier()

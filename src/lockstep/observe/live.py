@@ -64,7 +64,7 @@ class View:
 
     def phase(self, name: str, num_done: int = 0, num_total: int = 0) -> None:
         """The step is at "sampling" (episodes), "training", ..."""
-        if self._has_status and time.monotonic() >= self._next_status:
+        if time.monotonic() >= self._next_status:
             self._next_status = time.monotonic() + _STATUS_SECONDS
             self._show_status(f"> {_phase_text(name, num_done, num_total)}")
 
@@ -120,22 +120,19 @@ class View:
 
     def close(self) -> None:
         """Removes the status line."""
-        self._clear_status()
-
-    def _clear_status(self) -> None:
-        if self._has_status:
-            self._show_status("")
+        self._show_status("")
 
     def _show_status(self, text: str) -> None:
-        try:
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-        except (OSError, ValueError):
-            self._has_status = False
+        if self._has_status:
+            try:
+                print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+            except (OSError, ValueError):
+                self._has_status = False
 
     def _say(self, line: str) -> None:
         if self._write is None:
             return
-        self._clear_status()
+        self._show_status("")
         try:
             self._write(line)
         except UnicodeError:  # the console has another encoding

@@ -121,8 +121,7 @@ class _Tensorboard:
     def log(self, values: Mapping[str, float | str], *, step: int) -> None:
         for name, value in values.items():
             summary = (self._text if isinstance(value, str) else self._scalar)(name, value)
-            event = self._event(summary=summary, step=step, wall_time=time.time())
-            self._writer.add_event(event)
+            self._writer.add_event(self._event(summary=summary, step=step, wall_time=time.time()))
         self._writer.flush()
 
     def finish(self) -> None:

@@ -151,8 +151,7 @@ def _choose(
     take(_MISMATCH, worst[:part])
     take("worst reward", sorted(late, key=lambda c: c.reward)[:part])
     take("best reward", sorted(late, key=lambda c: -c.reward)[:part])
-    unfinished = [c for c in candidates if c.status != "finished"]
-    take("unfinished", _spread(unfinished, part))
+    take("unfinished", _spread([c for c in candidates if c.status != "finished"], part))
     take("evaluation", _spread([c for c in candidates if c.split != "train"], part))
     rest = [c for c in trained if c.address not in chosen]
     take("sample", _spread(rest, number - len(chosen)))
@@ -373,9 +372,8 @@ def worst_alarm(run: Run) -> Alarm:
     """The verdict on the step with the largest mismatch."""
     family, is_one_process = _family(run)
     judge = partial(mismatch_alarm, architecture=family or "dense", is_one_process=is_one_process)
-    alarms = [judge(row) for row in run.metrics]
     return max(
-        alarms,
+        [judge(row) for row in run.metrics],
         # NaN compares with nothing: within one level, a value that is not a number is the worst.
         key=lambda a: (LEVELS.index(a.level), float("inf") if a.value != a.value else a.value),
         default=judge({}),

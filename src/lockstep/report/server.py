@@ -289,7 +289,6 @@ def _state(run: Run) -> dict[str, Any]:
         for name, value in row.items()
         if name.startswith("doctor/") and name not in counts and value > 0
     )
-    alarm = worst_alarm(fresh)
     return {
         "status": status,
         "recipe": fresh.config.get("name", ""),
@@ -297,7 +296,7 @@ def _state(run: Run) -> dict[str, Any]:
         "num_steps": num_steps,
         "reward": _last(fresh, "reward/mean"),
         "k3": _last(fresh, "mismatch/k3"),
-        "level": alarm.level,
+        "level": worst_alarm(fresh).level,
         "verdict": ", ".join(causes) or ("consistent" if examined else ""),
         "started_at": fresh.environment.get("started_at", ""),
     }

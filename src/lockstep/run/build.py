@@ -419,9 +419,8 @@ def with_engine(
         reason = "its weights are its own, with the adapter merged into them: equal to rounding"
     if not reason:
         return numerics
-    is_refused = bool(found.fingerprint) or contract == TRUE_ON_POLICY
     reason = f"engine {found.name} cannot keep it: {reason}"
-    return _stock(model, reason, is_refused=is_refused)
+    return _stock(model, reason, is_refused=bool(found.fingerprint) or contract == TRUE_ON_POLICY)
 
 
 def _stock(model: Decoder, reason: str, *, is_refused: bool = False) -> Numerics:

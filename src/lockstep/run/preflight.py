@@ -394,8 +394,7 @@ def check_critic(config: Config, model_files: ModelFiles) -> None:
         directory = locate_model(config.critic.model)
     except ConfigError as error:
         raise ConfigError(str(error).replace("model=", "critic.model=", 1)) from None
-    has_own = (directory / "tokenizer.json").is_file()
-    theirs = Tokenizer.from_file(directory) if has_own else None
+    theirs = Tokenizer.from_file(directory) if (directory / "tokenizer.json").is_file() else None
     model, known = ModelConfig.from_directory(directory), model_files.renderer.tokenizer
     if problem := _why_unread(config, known, theirs, model):
         raise ConfigError(

@@ -55,9 +55,8 @@ class FirstPrompts:
     def _excess(self, task: Task) -> int:
         """Tokens of the prompt if it leaves no room for a reply; 0 if it does, or is not known
         yet."""
-        messages, most = None, self._config.max_tokens - 2
-        if not task.problem:
-            messages = self._config.task.opening(task)
+        most = self._config.max_tokens - 2
+        messages = None if task.problem else self._config.task.opening(task)
         if messages is None:
             return 0
         tools, frame = self._frame(task)

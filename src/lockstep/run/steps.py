@@ -234,10 +234,9 @@ def signal_metrics(run: TrainingRun, batch: Batch) -> dict[str, float]:
     """Number and cost of replaced groups. Also records the tasks' difficulty."""
     found: dict[str, float] = {}
     if run.config.signal.max_extra_tasks:
-        num_missing = sum(not group.has_signal for group in batch.groups)
         found = {
             "signal/replaced": float(len(batch.replaced)),
-            "signal/missing": float(num_missing),
+            "signal/missing": float(sum(not group.has_signal for group in batch.groups)),
             "tokens/replaced": float(
                 sum(t.num_sampled_tokens for group in batch.replaced for t in group.trajectories)
             ),

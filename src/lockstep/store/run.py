@@ -163,10 +163,12 @@ class RunDirectory:
         record: RecordConfig | None,
         documents: dict[str, dict[str, Any]],
     ) -> None:
-        """documents: content of the JSON files."""
+        """lock: becomes the writer's own once nothing can fail any more. documents: content of the
+        JSON files."""
         self.path, self.metrics = path, JsonlLogger(path / "metrics.jsonl")
-        self._lock, self._record, self._documents = lock, record or RecordConfig(), documents
+        self._record, self._documents = record or RecordConfig(), documents
         self._place = path.stat()
+        self._lock = lock.pop_all()
 
     @classmethod
     def create(
@@ -195,9 +197,7 @@ class RunDirectory:
             documents["config.json"] = dict(config)  # last: a directory with it is a run
             for name, document in documents.items():
                 write_json(path / name, document)
-            directory = cls(path, lock, record, documents)
-            directory._lock = lock.pop_all()
-            return directory
+            return cls(path, lock, record, documents)
 
     @classmethod
     def open(
@@ -220,10 +220,8 @@ class RunDirectory:
             names = ("environment.json", "config.json")
             documents = {name: read_json(path / name, RunError) for name in names}
             documents["environment.json"]["resumes"].append(describe_environment(facts))
-            directory = cls(path, lock, record, documents)
-            directory.add_facts({})
-            directory._lock = lock.pop_all()
-            return directory
+            write_json(path / "environment.json", documents["environment.json"])
+            return cls(path, lock, record, documents)
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Appends a metrics row; on disk when this returns. See `JsonlLogger.log`."""

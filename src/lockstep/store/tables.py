@@ -117,10 +117,8 @@ def read_rows(file: Path, *, columns: Sequence[str] = ()) -> Iterator[Row]:
             return _parquet_rows(file, columns)
         case ".arrow":
             return _arrow_rows(file)
-        case ".csv":
-            return _csv_rows(file, ",")
-        case ".tsv":
-            return _csv_rows(file, "\t")
+        case ".csv" | ".tsv" as suffix:
+            return _csv_rows(file, "," if suffix == ".csv" else "\t")
         case ".json":
             return _json_rows(file)
         case ".jsonl" | ".ndjson":

@@ -462,5 +462,4 @@ def _floats(values: list[float] | None) -> Float32Array | None:
 def _array_from_dict(source: dict[str, Any] | None) -> npt.NDArray[Any] | None:
     if source is None:
         return None
-    flat = np.frombuffer(source["bytes"], dtype=np.dtype(source["dtype"]))
-    return flat.reshape(source["shape"])
+    return np.frombuffer(source["bytes"], source["dtype"]).reshape(source["shape"])

@@ -231,8 +231,7 @@ def _ids(values: Any) -> npt.NDArray[np.int32]:
 
 def _rows(rollout: Any, trainer: Any, mask: Any, ids: Any, name: str) -> Rows:
     num = [len(row) for row in _ragged(rollout)]
-    given = {"trainer": trainer, "loss mask": mask, "ids": ids}
-    for side, values in given.items():
+    for side, values in {"trainer": trainer, "loss mask": mask, "ids": ids}.items():
         found = num if values is None else [len(row) for row in _ragged(values)]
         for at, (one, other) in enumerate(zip_longest(num, found, fillvalue="none")):
             if one != other:
@@ -279,8 +278,7 @@ def _token(ids: npt.NDArray[np.int32], at: int, tokenizer: Tokenizer | None) -> 
 
 
 def _worst(rows: Rows) -> str:
-    gap = np.abs(rows.gap)
-    at = int(np.nanargmax(gap))
+    at = int(np.nanargmax(np.abs(rows.gap)))
     row, place = rows.where(at)
     assert rows.rollout_logprobs is not None and rows.trainer_logprobs is not None
     return (

@@ -163,8 +163,7 @@ class _Check:
     def reply(self, message: Message) -> list[int]:
         ids = self.renderer.render_reply(message)
         stops = [at for at, id_ in enumerate(ids) if id_ in self.renderer.stop_ids]
-        is_ended = stops == [len(ids) - 1]
-        self.expect(is_ended, "one stop id, the last of the reply", self.show(ids))
+        self.expect(stops == [len(ids) - 1], "one stop id, the last of the reply", self.show(ids))
         read = self.renderer.parse(ids)
         self.expect(_is_read(read, message), f"parse(render_reply(m)) to be {message}", read)
         return ids

@@ -461,8 +461,7 @@ def _with_topk(decoder: Decoder, request: Sampling, reply: SampledSequence) -> S
     """Adds the most likely ids at each sampled token, under the distribution of its draw."""
     ids = np.concatenate([request.prompt_ids, reply.token_ids])
     logits = _logits(decoder, ids)[len(request.prompt_ids) - 1 : -1]
-    heat = request.params.temperature or 1.0
-    logprobs = decoder.ops.log_softmax(logits, temperature=heat)
+    logprobs = decoder.ops.log_softmax(logits, temperature=request.params.temperature or 1.0)
     return replace(reply, topk=_topk(logprobs, request.topk_sample_logprobs))
 
 

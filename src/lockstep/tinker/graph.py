@@ -197,8 +197,7 @@ class GraphLoss:
                 num_elements += sum(x.numel() for x in _leaves(result) if isinstance(x, Tensor))
                 _check_size(num_elements, MAX_TOTAL)
             except Exception as error:
-                text = f"node {node} fails on datum {index}: {error}"
-                raise self._error(text) from error
+                raise self._error(f"node {node} fails on datum {index}: {error}") from error
             if time.thread_time() > deadline:
                 text = f"it ran longer than {max_seconds:g} s on datum {index}, up to node {node}."
                 raise self._error(text)

@@ -127,8 +127,7 @@ def _dro(tokens: TokenBatch, config: Mapping[str, float]) -> TokenLoss:
 def _gspo(tokens: TokenBatch, config: Mapping[str, float]) -> TokenLoss:
     layout = tokens.layout
     averaged = Layout(layout.shape, layout.offsets, tokens.columns["sequence_ratio_mask"] != 0)
-    clip = _clip(tokens, config)
-    return losses.gspo(*_policy(tokens), layout, clip=clip, averaged=averaged)
+    return losses.gspo(*_policy(tokens), layout, clip=_clip(tokens, config), averaged=averaged)
 
 
 _POLICY = ("logprobs", "advantages")

@@ -229,8 +229,7 @@ class TinkerRun:
 
     async def _do_save_weights(self, request: Accepted) -> Done:
         body = self._read(request)
-        name = body.get("path") or f"{request.seq_id:06}"
-        path = path_of(self.record.id, "weights", name)
+        path = path_of(self.record.id, "weights", body.get("path") or f"{request.seq_id:06}")
         if path in self._store.known and not body.get("overwrite"):
             raise TinkerError(f"{path} exists. Take another name or overwrite=True, or delete it.")
         return await self._save(request, path, body, with_optimizer=True)

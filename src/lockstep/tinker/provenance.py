@@ -303,8 +303,7 @@ def _compare_context(given: Int32Array, context: Array, run: _Run) -> None:
         text += f"{int(context[at])} there"
         is_padded = len(given) > len(context) and len(set(given[: -len(context)].tolist())) == 1
         is_padded = is_padded and np.array_equal(given[-len(context) :], context)
-        cause = "padding" if is_padded else "rerendered"
-        raise _Difference(min(at, run.begin), cause, text)
+        raise _Difference(min(at, run.begin), "padding" if is_padded else "rerendered", text)
     if len(context) != len(given):
         text = f"{run.sequence_id} drew this reply after {len(context)} tokens, here it has "
         text += f"{len(given)} before it"

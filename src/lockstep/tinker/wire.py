@@ -220,8 +220,7 @@ def _datum(found: Any, where: str, base: BaseModel, *, is_custom: bool) -> Datum
     if "target_tokens" not in inputs:
         raise invalid(f"{where}.loss_fn_inputs has no 'target_tokens': the ids to be predicted.")
     for name in sorted(inputs, key=lambda name: (name != "target_tokens", name)):
-        place = f"{where}.loss_fn_inputs[{name!r}]"
-        _check_input(name, inputs, num, place, is_custom)
+        _check_input(name, inputs, num, f"{where}.loss_fn_inputs[{name!r}]", is_custom)
     _check_ids(inputs["target_tokens"], f"{where}.loss_fn_inputs['target_tokens']", base)
     return Datum(
         token_ids=token_ids,

@@ -14,11 +14,11 @@ from pathlib import Path
 from urllib.parse import quote, urlsplit
 
 import pytest
+from command_line import refusal
 from html_pages import drawn
 from synthetic_runs import HOSTILE, write_run
 
 from lockstep import report
-from lockstep.cli import BAD_INPUT, main
 from lockstep.errors import CheckpointError, RunError
 from lockstep.report.server import MAX_CONNECTIONS, MAX_FOUND, ReportServer
 from lockstep.store.run import RunDirectory, find_runs
@@ -216,17 +216,16 @@ def test_wrong_arguments_are_one_sentence(place, tmp_path, capsys, monkeypatch):
             (["--port", "-1"], "--host 127.0.0.1 --port -1: "),
             (["--port", busy], f"--host 127.0.0.1 --port {busy}: Address already in use. Another"),
         ):
-            assert main(["report", str(place), "--serve", *words]) == BAD_INPUT
-            said = " ".join(capsys.readouterr().err.split())
+            said = refusal("report", place, "--serve", *words, capsys=capsys)
             assert text in said and "Traceback" not in said
         monkeypatch.setenv("LOCKSTEP_KEY", "k")
         for host in ("no.such.host.invalid", "a..b", "192.0.2.1"):
-            assert main(["report", str(place), "--serve", "--host", host]) == BAD_INPUT
-            assert f"--host {host} --port 0: " in " ".join(capsys.readouterr().err.split())
-    assert main(["report", str(place), "--serve", "--out", "x.html"]) == BAD_INPUT
-    assert "--serve writes no file" in capsys.readouterr().err
-    assert main(["report", str(place / "first"), "--port", "80"]) == BAD_INPUT
-    assert "--host and --port belong to --serve" in capsys.readouterr().err
+            said = refusal("report", place, "--serve", "--host", host, capsys=capsys)
+            assert f"--host {host} --port 0: " in said
+    said = refusal("report", place, "--serve", "--out", "x.html", capsys=capsys)
+    assert "--serve writes no file" in said
+    said = refusal("report", place / "first", "--port", "80", capsys=capsys)
+    assert "--host and --port belong to --serve" in said
 
 
 def test_a_browser_follows_a_run_without_an_error(place, tmp_path):

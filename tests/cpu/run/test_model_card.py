@@ -8,6 +8,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from command_line import refusal
 from huggingface_hub import ModelCard
 
 import lockstep
@@ -136,7 +137,6 @@ def test_an_export_is_kept_when_the_hub_is_out_of_reach_and_uploaded_when_it_is_
 
 
 def test_a_name_that_no_repository_can_have_is_refused_before_anything_is_written(run, capsys):
-    assert main(["export", str(run), "--hub", "a/b/c"]) == BAD_INPUT
-    assert "expected ORG/NAME or NAME" in " ".join(capsys.readouterr().err.split())
-    assert main(["export", str(run)]) == BAD_INPUT
-    assert "Give --hf DIR, or --hub NAME" in " ".join(capsys.readouterr().err.split())
+    said = refusal("export", run, "--hub", "a/b/c", capsys=capsys)
+    assert "expected ORG/NAME or NAME" in said
+    assert "Give --hf DIR, or --hub NAME" in refusal("export", run, capsys=capsys)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from command_line import refusal
 from quickstarts import quickstart_with
 from run_rows import rows_of
 
@@ -15,7 +16,7 @@ from lockstep.agent.environment import Score
 from lockstep.agent.match import Match
 from lockstep.agent.task_config import TaskConfig
 from lockstep.agent.tasks import GeneratedSource
-from lockstep.cli import BAD_INPUT, OK, main
+from lockstep.cli import OK, main
 from lockstep.config import resolve
 from lockstep.doctor.ladder import climb
 from lockstep.envs.mixture import MixtureConfig
@@ -258,8 +259,7 @@ def test_a_frozen_policy_that_is_not_there_is_named_before_a_model_is_loaded(
 ):
     def refused(model, *settings):
         words = ["train", "quickstart", *SMALL, f"out={tmp_path / 'run'}", "seats.second=frozen"]
-        assert main([*words, f"seats.second.model={model}", *settings]) == BAD_INPUT
-        return " ".join(capsys.readouterr().err.split())
+        return refusal(*words, f"seats.second.model={model}", *settings, capsys=capsys)
 
     found = refused(self_play)
     assert f"seats.second.model={self_play} is a run, and an opponent is one of its" in found
@@ -282,8 +282,7 @@ def test_a_frozen_policy_that_is_not_there_is_named_before_a_model_is_loaded(
 )
 def test_a_run_needs_a_seat_for_its_policy(seats, tmp_path, capsys):
     words = ["train", "quickstart", *SMALL, *seats, f"out={tmp_path / 'run'}"]
-    assert main(words) == BAD_INPUT
-    said = " ".join(capsys.readouterr().err.split())
+    said = refusal(*words, capsys=capsys)
     assert "no seat is left for the policy of the run (first, second)" in said
 
 

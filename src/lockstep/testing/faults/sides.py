@@ -69,8 +69,7 @@ class _NoiseFault(_SamplerFault):
         from lockstep.testing.faulty_decoders import NoisyEngine
 
         assert isinstance(config, EmbeddedConfig), "checked before the run"
-        noisy = self.noisy(context.model)
-        return NoisyEngine(noisy, config, token_bytes=context.token_bytes)
+        return NoisyEngine(self.noisy(context.model), config, token_bytes=context.token_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
