@@ -22,19 +22,19 @@ PACKAGE = ROOT / "src" / "lockstep"
 
 CEILINGS = {
     "nouns: types, errors, config": 1_912,
-    "tinker": 3_659,
-    "run": 4_802,
+    "tinker": 3_653,
+    "run": 4_792,
     "renderers": 3_205,
     "models and ops": 8_456,
-    "engines, sync, launch": 8_975,
+    "engines, sync, launch": 8_965,
     "agent": 6_609,
     "learn: training, correction, objectives": 5_028,
     "doctor": 7_294,
-    "integrations": 1_224,
-    "store, observe, report": 2_664,
+    "integrations": 1_219,
+    "store, observe, report": 2_652,
     "environments and recipes": 3_443,
-    "testing": 1_513,
-    "tests": 59_670,
+    "testing": 1_509,
+    "tests": 59_620,
     "proofs and benchmarks": 8_832,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling

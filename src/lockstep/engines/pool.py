@@ -296,7 +296,7 @@ class Pool(LedgerEngine[_PoolEntry]):
         tries = _Tries(reply.where, reply.request.affinity)
         try:
             while not reply.is_done:
-                version = 0 if reply.request.adapter else reply.version or 0
+                version = -1 if reply.request.adapter or reply.version is None else reply.version
                 replica = await self._choose(tries, at_least=version)
                 try:
                     await self._stream(replica, reply, len(tries.failures))
@@ -410,7 +410,7 @@ class Pool(LedgerEngine[_PoolEntry]):
         finally:
             replica.streams.discard(limit)
 
-    async def _choose(self, tries: _Tries, *, at_least: int = 0) -> _Replica:
+    async def _choose(self, tries: _Tries, *, at_least: int = -1) -> _Replica:
         """A ready replica, preferably without a failure of this request. Waits if no replica is
         ready but a lost one may come back.
 
