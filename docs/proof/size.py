@@ -29,7 +29,7 @@ CEILINGS = {
     "engines, sync, launch": 8_965,
     "agent": 6_609,
     "learn: training, correction, objectives": 5_028,
-    "doctor": 7_294,
+    "doctor": 7_293,
     "integrations": 1_219,
     "store, observe, report": 2_652,
     "environments and recipes": 3_443,

@@ -308,10 +308,9 @@ def _value(column: Column, value: Any, size: int, where: str) -> Any:
         return value  # as `_arrays` gives it
     shape, at = column.shape, f"{where}: {column.name}"
     may_lack = column.fill is not None or shape in ("text", "turn")
-    if may_lack and isinstance(value, list) and not any(each is not None for each in value):  # pyright: ignore
-        value = None
-    if shape == "messages" or (value is None and may_lack):  # `read_row` reads messages
-        return value
+    is_null = type(value) is not np.ndarray and value in (None, [None] * size)
+    if shape == "messages" or (is_null and may_lack):  # `read_row` reads messages
+        return None if is_null else value
     if shape == "text":
         value = str(value) if column.name == "id" and type(value) is int else value
         if not isinstance(value, str):
