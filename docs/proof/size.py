@@ -34,7 +34,7 @@ CEILINGS = {
     "store, observe, report": 2_652,
     "environments and recipes": 3_443,
     "testing": 1_509,
-    "tests": 59_620,
+    "tests": 59_618,
     "proofs and benchmarks": 8_832,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling

@@ -8,14 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.agent.tasks import (
-    GeneratedSource,
-    ListSource,
-    MixtureSource,
-    content_id,
-    derive_seed,
-    read_tasks,
-)
+from lockstep.agent.tasks import GeneratedSource, ListSource, MixtureSource, derive_seed, read_tasks
 from lockstep.errors import CheckpointError, ConfigError, DataError
 from lockstep.store.files import read_jsonl
 from lockstep.types import Task
@@ -152,7 +145,8 @@ def test_a_file_of_questions_and_messages_becomes_tasks(tmp_path):
     )
     first, second = read_tasks(path)
     assert first == Task(id="7", payload={"question": "2 + 2?", "answer": "4"})
-    assert second.id == content_id(second.payload)  # on whichever line of whichever file
+    (other := tmp_path / "other.jsonl").write_bytes(path.read_bytes().splitlines()[-1])
+    assert read_tasks(other) == [second]  # on whichever line of whichever file
     assert second.payload["level"] == 3
     source = ListSource(read_tasks(path), seed=1)
     assert Counter(ids(itertools.islice(source, 4))) == {"7": 2, second.id: 2}

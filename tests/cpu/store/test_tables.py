@@ -276,7 +276,7 @@ SUPERVISED = {
     ),
     "several-turns": ({"messages": [USER, DONE, USER, DONE]}, PLAIN * 2),
     "ends-with-user": ({"messages": [USER]}, "the last message must be an assistant's"),
-    "prompt-and-completion": ({"prompt": "a", "completion": "b"}, "unknown keys"),
+    "prompt-and-completion": ({"prompt": "a", "completion": "b"}, "expected `messages`"),
     "robot": ({"conversations": [{"from": "robot", "value": "x"}]}, "'robot' is not one of"),
     "name-of-number": ({"messages": [{**REPLY, "name": 3}, DONE]}, "name must be text, found 3"),
     "call-of-number": (spoken(tool_calls=[3]), r"tool_calls\[0\] is malf"),
