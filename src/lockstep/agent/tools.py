@@ -233,9 +233,9 @@ def parse_arguments(text: str, schema: ToolSchema) -> dict[str, Any]:
         parameters["additionalProperties"] = False
     if problem := mismatch(arguments, parameters, "the call"):
         raise ValueError(problem.replace("the call.", ""))
-    types = {name: of.get("type") for name, of in parameters.get("properties", {}).items()}
-    is_whole = {name: types.get(name) == "integer" for name in arguments}
-    return {name: int(value) if is_whole[name] else value for name, value in arguments.items()}
+    given = parameters.get("properties", {}).items()
+    whole = {name for name, of in given if isinstance(of, dict) and of.get("type") == "integer"}
+    return {name: int(value) if name in whole else value for name, value in arguments.items()}
 
 
 # ---------------------------------------------------------------------------------------------

@@ -69,8 +69,7 @@ def configure(
 
 def find_config(target: str | os.PathLike[str], settings: Mapping[str, Any]) -> Config:
     """The config of a recipe, or of a file of settings, with other settings as in a file."""
-    path = Path(target)
-    if path.suffix in FILE_FORMS:
+    if (path := Path(target)).suffix in FILE_FORMS:
         return read_config(path, tree=settings)
     return configure(os.fspath(target), tree=settings)
 

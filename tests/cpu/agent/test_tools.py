@@ -184,6 +184,8 @@ def test_a_whole_number_is_accepted_in_either_form_and_nothing_else_is_converted
     assert repr(parse_arguments('{"a": 1e2, "b": 3.0}', typed)) == "{'a': 100, 'b': 3.0}"
     assert parse_arguments('{"a": 1, "b": 2, "c": null}', typed) == {"a": 1, "b": 2, "c": None}
     assert parse_arguments('{"a": 1, "c": "text"}', typed)["c"] == "text"
+    anything = ToolSchema(name="f", description="", parameters={"properties": {"a": True}})
+    assert parse_arguments('{"a": 1.0}', anything) == {"a": 1.0}
 
 
 @settings(max_examples=100, deadline=None)

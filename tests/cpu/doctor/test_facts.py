@@ -82,6 +82,7 @@ def test_numbers_and_masks(name, where, value, cause):
 def test_a_row_that_the_trainer_did_not_score_has_no_number_of_it():
     rows = changed(ROWS, "trainer_logprobs", at(3, 0, 120), np.nan)
     assert proved(rows) == {"nonfinite": {"row-3"}}  # it has NaN
+    assert proved(rows.with_(trainer_version=np.where(np.arange(12) == 3, -1, 0))) == {}
     lacks = tuple(frozenset({"trainer_logprobs"} if at == 3 else ()) for at in range(len(rows)))
     rows = rows.with_(absent=lacks)
     assert proved(rows) == {}

@@ -36,6 +36,8 @@ def finite(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
         # The first token of a row has no log-prob; a side without any was not recorded.
         is_wrong = rows.loss_mask & ~np.isfinite(values) & (rows.position > 0)
         is_wrong &= ~rows.unscored(SIDES[who])[rows.row_of]
+        if who == "trainer" and rows.trainer_version is not None:
+            is_wrong &= rows.trainer_version[rows.row_of] >= 0
         if is_wrong.any() and np.isfinite(values[rows.loss_mask]).any():
             kind = "NaN" if np.isnan(values[is_wrong]).any() else "infinite"
             note = f"the {who}'s log-prob of a trained token is {kind}"
