@@ -199,11 +199,13 @@ class Pool(LedgerEngine[_PoolEntry]):
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         """Loads the weights in every ready replica, and in every lost replica that is due for
-        another try. A replica that fails is out. Raises EngineError if none is left."""
+        another try; if none is ready, in every lost one. A replica that fails is out. Raises
+        EngineError if none is left."""
         self._check_open()
         self._source, self._version = source, version
         ready = [r for r in self._replicas if r.state == "ready"]
-        due = [r for r in self._replicas if r.state == "out" and _now() >= r.retry_at]
+        out = [r for r in self._replicas if r.state == "out"]
+        due = [r for r in out if not ready or _now() >= r.retry_at]
         self._is_updating = True
         try:
             if self._config.update == "together":
@@ -564,7 +566,8 @@ class Pool(LedgerEngine[_PoolEntry]):
         return True
 
     async def _call_all(self, call: Callable[[_Replica], Awaitable[None]]) -> None:
-        """Calls every replica that is not out; a replica that fails is out."""
+        """Calls every replica that is not out; a replica that fails is out. If none is left, the
+        next request says so, unless the next load brings one back."""
 
         async def one(replica: _Replica) -> None:
             try:
@@ -578,8 +581,6 @@ class Pool(LedgerEngine[_PoolEntry]):
 
         self._check_open()
         await asyncio.gather(*(one(r) for r in self._replicas if r.state != "out"))
-        if all(r.state == "out" for r in self._replicas):
-            raise EngineError(f"all replicas are gone. {self._last_words()}")
 
     # -- weights ------------------------------------------------------------------------------
 

@@ -364,6 +364,24 @@ def test_a_replica_comes_back_with_the_weights_that_the_others_run(form, tmp_pat
     assert run(main(), pool)["returned_replicas"] == 1
 
 
+def test_the_only_replica_dies_between_requests_and_comes_back_by_the_next_load():
+    class Dead(BrokenEngine):
+        async def check_lease(self):
+            raise EngineDownError("killed")
+
+    pool = make_pool(Dead(own_engine()), config=PoolConfig(frozen_seconds=60))
+
+    async def main():
+        await pool.check_lease()
+        assert pool.ready == []
+        await pool.pause()
+        await pool.load_weights(dict(hf_tensors(make_model(seed=1))), version=1)
+        await pool.resume()
+        return await deltas_of(pool, request("r", PROMPT))
+
+    assert {delta.policy_version for delta in run(main(), pool)} == {1}
+
+
 @pytest.fixture
 def checkpoint(tmp_path):
     """Writes a model as a checkpoint directory."""
