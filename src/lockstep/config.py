@@ -542,14 +542,10 @@ def tag(cls: type) -> str:
 
 def choices(annotation: Any) -> dict[str, type]:
     """tag -> class of a choice; empty if the annotation leaves none."""
-    members = _union(annotation)
-    classes = [m for m in members if dataclasses.is_dataclass(m)]
-    if len(classes) > 1:
-        return {tag(cast(type, c)): cast(type, c) for c in classes}
+    classes = [cast(type, m) for m in _union(annotation) if dataclasses.is_dataclass(m)]
     if len(classes) == 1:
-        kinds = _subclasses(cast(type, classes[0]))
-        return {tag(c): c for c in kinds}
-    return {}
+        classes = _subclasses(classes[0])
+    return {tag(c): c for c in classes}
 
 
 def describe(config: Any, prefix: str = "") -> Iterable[tuple[str, str, str, str]]:
