@@ -464,13 +464,8 @@ class Pool(LedgerEngine[_PoolEntry]):
         elif isinstance(error, _GONE):
             self._lose(replica, _text(error))
             return
-        if self._may_probe and not await self._probe(replica):
+        if self._may_sample and not await self._probe(replica):
             self._lose(replica, f"{_text(error)}; after that, not one token", is_frozen=True)
-
-    @property
-    def _may_probe(self) -> bool:
-        """True if silence is a bad sign: an engine that is paused or asleep samples nothing."""
-        return not self._is_paused and not self._is_asleep
 
     async def _probe(self, replica: _Replica) -> bool:
         """True if it samples a token. Concurrent callers share one probe."""
@@ -528,7 +523,7 @@ class Pool(LedgerEngine[_PoolEntry]):
             # that time says nothing about the replicas.
             for replica in self._replicas:
                 replica.alive_at += max(0.0, now - began - tick)
-            if not self._may_probe:
+            if not self._may_sample:  # silence is no bad sign then
                 for replica in self._replicas:
                     replica.alive_at = _now()
                 continue
@@ -628,13 +623,13 @@ class Pool(LedgerEngine[_PoolEntry]):
         # One that can be restarted is, by the load.
         if not replica.engine.capabilities.has_restart and not await self._ping(replica):
             return
-        if replica.is_frozen and self._may_probe and not await self._probe(replica):
+        if replica.is_frozen and self._may_sample and not await self._probe(replica):
             self._lose(replica, "frozen: not one token", is_frozen=True)
             return
         version = self._version
         if not await self._load(replica):
             return
-        if self._may_probe and not await self._probe(replica):
+        if self._may_sample and not await self._probe(replica):
             self._lose(replica, "it took the weights, and gives not one token")
             return
         if self._is_paused:
