@@ -32,7 +32,7 @@ class HttpWire(Wire):
         self, config: ServedConfig, context: EngineContext, client: HttpClient | None = None
     ) -> None:
         """client: of a server that answers. None: of the first of engine.urls, once it answers."""
-        self._config, self._context = config, context
+        self._context = context
         self._loaded: dict[str, Path] = {}
         """Adapters on the server."""
         if client is None:
@@ -45,10 +45,7 @@ class HttpWire(Wire):
             )
             client.wait_until_up("/health", config.start_seconds, context.on_wait)
         self._client = client
-
-    def lease(self) -> Lease:
-        """The run's claim to the server."""
-        return Lease(self._context.run, server=self.url, take_over=self._config.take_over)
+        self.lease = Lease(context.run, server=client.url, take_over=config.take_over)
 
     @property
     def url(self) -> str:

@@ -138,9 +138,10 @@ def _(config: VllmConfig, context: EngineContext) -> Engine:
 
 @make_engine.register
 def _(config: SGLangConfig, context: EngineContext) -> Engine:
-    from lockstep.engines.sglang import sglang_engine
+    from lockstep.engines.served import ServedEngine
+    from lockstep.engines.sglang import SGLangWire
 
-    return sglang_engine(config, context)
+    return ServedEngine(SGLangWire(config, context))
 
 
 def check_capabilities(

@@ -105,6 +105,8 @@ class Wire(Protocol):
     """
 
     capabilities: Capabilities
+    lease: Lease | None = None
+    """The run's claim to a server that stores a text beside its weights."""
     sent_bytes: int = 0
     """Bytes of weights that all loads have sent over the wire; a directory has none."""
 
@@ -186,11 +188,9 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
 
     EVENTS = ("failed_requests", "retries", "dropped_tokens", "sent_bytes")
 
-    def __init__(self, wire: Wire, *, lease: Lease | None = None) -> None:
-        """lease: the run's claim to a server that stores a text beside its weights."""
+    def __init__(self, wire: Wire) -> None:
         super().__init__()
-        self.wire = wire
-        self._lease = lease
+        self.wire, self._lease = wire, wire.lease
         self._calls: dict[asyncio.Task[Any], _ServedEntry | None] = {}
         """Running calls, and the request that each is for; None for scores."""
         self._aborts = Background()
@@ -655,38 +655,26 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
         """Hands over everything that is new, as the end of a segment, which has a token, or of the
         reply. Of a reply that streams, each token but the last one, which may be the end, is a
         delta of its own."""
-        if reason == "weight_update" and len(reply.token_ids) == reply.num_sent:
+        count = len(reply.token_ids)
+        if reason == "weight_update" and count == reply.num_sent:
             return
-        if reply.request.stream:
-            for stop_at in range(reply.num_sent + 1, len(reply.token_ids)):
-                self._deliver(reply, stop_at)
-        if reason is not None:
-            self._deliver(reply, len(reply.token_ids), reason, stop)
-
-    def _deliver(
-        self,
-        reply: _ServedEntry,
-        stop_at: int,
-        reason: FinishReason | None = None,
-        stop: int | str | None = None,
-    ) -> None:
-        """Hands over the tokens from the last one sent up to `stop_at`."""
-        fresh = slice(reply.num_sent, stop_at)
-        num_prompt, is_first = len(reply.request.prompt_ids), not reply.deltas
-        num_prefilled = num_prompt - reply.num_cached if is_first and reply.token_ids else 0
-        delta = Delta(
-            token_ids=np.array(reply.token_ids[fresh], np.int32),
-            logprobs=np.array(reply.logprobs[fresh], np.float32),
-            policy_version=reply.call_version,
-            finish_reason=reason,
-            stop=stop,
-            num_cached_tokens=reply.num_cached if is_first else 0,
-            num_prefilled_tokens=num_prefilled,
-            routed_experts=self._routes_up_to(reply, stop_at) if reply.routes else None,
-            support=None if reply.support is None else Ragged.of(reply.support[fresh]),
-            fingerprint=self.capabilities.fingerprint,
-        )
-        self._hand_out(reply, delta)
+        ends = [*range(reply.num_sent + 1, count)] if reply.request.stream else []
+        for end in ends if reason is None else [*ends, count]:
+            fresh, is_first, is_last = slice(reply.num_sent, end), not reply.deltas, end == count
+            num_prefilled = len(reply.request.prompt_ids) - reply.num_cached if count else 0
+            delta = Delta(
+                token_ids=np.array(reply.token_ids[fresh], np.int32),
+                logprobs=np.array(reply.logprobs[fresh], np.float32),
+                policy_version=reply.call_version,
+                finish_reason=reason if is_last else None,
+                stop=stop if is_last else None,
+                num_cached_tokens=reply.num_cached if is_first else 0,
+                num_prefilled_tokens=num_prefilled if is_first else 0,
+                routed_experts=self._routes_up_to(reply, end) if reply.routes else None,
+                support=None if reply.support is None else Ragged.of(reply.support[fresh]),
+                fingerprint=self.capabilities.fingerprint,
+            )
+            self._hand_out(reply, delta)
 
     def _routes_up_to(self, reply: _ServedEntry, stop_at: int) -> Routes:
         """Routes of the positions that were read for tokens before `stop_at`, not handed over."""

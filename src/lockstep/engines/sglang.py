@@ -17,7 +17,7 @@ import numpy as np
 from lockstep.engines.base import Capabilities, EngineContext
 from lockstep.engines.config import SGLangConfig
 from lockstep.engines.http_wire import HttpWire
-from lockstep.engines.served import AnswerChunk, ServedEngine
+from lockstep.engines.served import AnswerChunk
 from lockstep.errors import CapabilityError, EngineError, ServerRefusedError
 from lockstep.types import Distribution, Request, Routes
 
@@ -247,9 +247,3 @@ class SGLangWire(HttpWire):
 
     async def wake(self) -> None:
         await self._client.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
-
-
-def sglang_engine(config: SGLangConfig, context: EngineContext) -> ServedEngine:
-    """The engine of engine=sglang. Returns when the server answers."""
-    wire = SGLangWire(config, context)
-    return ServedEngine(wire, lease=wire.lease())

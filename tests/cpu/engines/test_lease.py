@@ -45,8 +45,9 @@ class LabelledWire(EngineWire):
 
 
 def trainer(server, run="mine", *, take_over=False, **settings):
-    lease = Lease(run, server="http://a:1", take_over=take_over)
-    return ServedEngine(LabelledWire(server, **settings), lease=lease)
+    wire = LabelledWire(server, **settings)
+    wire.lease = Lease(run, server="http://a:1", take_over=take_over)
+    return ServedEngine(wire)
 
 
 async def sample(engine, name="r"):

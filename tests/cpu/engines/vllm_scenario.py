@@ -38,8 +38,8 @@ async def play(url, context, directory):
     """Talks to the server at `url`; returns what an engine makes of its answers, as JSON."""
     client = HttpClient(url, name="vllm")
     wire = await asyncio.to_thread(VllmWire, VllmConfig(), context, client)
-    lease = Lease("recorded", server=url, process="1")
-    engine = ServedEngine(wire, lease=lease)
+    wire.lease = Lease("recorded", server=url, process="1")
+    engine = ServedEngine(wire)
     limits = engine.capabilities
     found = {"max_tokens": limits.max_tokens, "vocab_size": limits.vocab_size}
 

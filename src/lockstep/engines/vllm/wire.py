@@ -454,4 +454,4 @@ def vllm_on_server(config: VllmConfig, context: EngineContext) -> ServedEngine:
         if server is not None:
             server.process.stop()
         raise
-    return ServedEngine(wire, lease=wire.lease())
+    return ServedEngine(wire)
