@@ -52,9 +52,13 @@ class ProgramResult:
     is_truncated: bool = False
     seconds: float = 0.0
     """Wall time in seconds, without the wait for a free place."""
-    metrics: dict[str, float] = field(default_factory=dict[str, float])
-    """Counters for the trajectory: `sandbox/programs`, `sandbox/ENDING` for every ending but ok,
-    and `sandbox/truncated`."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Counters for the trajectory: `sandbox/programs`, `sandbox/ENDING` for every ending but
+        ok, and `sandbox/truncated`."""
+        failed, cut = {self.ending} - {"ok"}, ["truncated"] * self.is_truncated
+        return {f"sandbox/{name}": 1.0 for name in ("programs", *failed, *cut)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,14 +184,7 @@ class Sandbox:
             ending=ending,
             is_truncated=is_truncated,
             seconds=seconds,
-            metrics=metrics_of(ending, is_truncated=is_truncated),
         )
-
-
-def metrics_of(ending: Ending, *, is_truncated: bool) -> dict[str, float]:
-    """Counters of one program."""
-    counted = ["programs", *([ending] if ending != "ok" else []), *["truncated"] * is_truncated]
-    return {f"sandbox/{name}": 1.0 for name in counted}
 
 
 def unreadable(code: str) -> str:

@@ -95,7 +95,7 @@ async def raises(inner, code, session):
 async def reads(inner, code, session):
     if code.startswith("open("):
         text = Path(code.split("'")[1]).read_text()
-        return ProgramResult(output=text, ending="ok", metrics={"sandbox/programs": 1.0})
+        return ProgramResult(output=text, ending="ok")
     return await inner.run(code, session=session)
 
 
@@ -147,11 +147,10 @@ async def holds_up(inner, code, session):
         (changed(output="a" * 9000), "if 1: pass", "9000"),
         (changed(output="\ud800"), "if 1: pass", "tokenizers need text"),
         (changed(seconds=60.0), "if 1: pass", "60.0"),
-        (changed(metrics={}), "if 1: pass", "metrics={}"),
     ],
     ids=[
         "raises", "reads", "writes", "connects", "leaves", "holds_up", "forgets", "shares",
-        "ending", "output", "surrogate", "seconds", "metrics",
+        "ending", "output", "surrogate", "seconds",
     ],
 )  # fmt: skip
 def test_a_sandbox_that_breaks_a_promise_is_named(broken, code, words):
