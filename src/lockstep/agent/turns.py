@@ -18,6 +18,7 @@ import numpy as np
 from lockstep.agent.config import AgentConfig
 from lockstep.engines.base import Engine
 from lockstep.errors import EngineError
+from lockstep.launch.background import Background
 from lockstep.renderers.base import Renderer, TypesArguments
 from lockstep.renderers.large_texts import encoded
 from lockstep.types import (
@@ -258,14 +259,11 @@ class TurnSampler:
 
         Raises EngineError for an impossible reply, or if even the abort is not answered.
         """
-        deltas, loop = self.engine.generate(request), asyncio.get_running_loop()
+        deltas, aborts = self.engine.generate(request), Background()
         remaining = max(0.0, deadline - time.monotonic())
-        aborts: list[asyncio.Task[None]] = []
-
-        def abort() -> None:
-            aborts.append(loop.create_task(self._abort(request.id)))
-
-        timer = loop.call_later(remaining, abort)
+        timer = asyncio.get_running_loop().call_later(
+            remaining, lambda: aborts.start(self._abort(request.id))
+        )
         pieces: list[Delta] = []
         part: list[Delta] = []
         last: Delta | None = None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import singledispatch
@@ -63,7 +62,8 @@ def open_engine(
     errors = [error for future in made if (error := future.exception()) is not None]
     engines = [future.result() for future in made if future.exception() is None]
     if errors:
-        run_to_end(_close_all(engines))
+        for engine in engines:
+            run_to_end(engine.close())
         raise errors[0]
     wrapped = [wrap(engine, at) for at, engine in enumerate(engines)]
     has_directories = "directory" in engines[0].capabilities.weight_sources
@@ -74,10 +74,6 @@ def open_engine(
         started_from=str(context.directory) if has_directories else None,
         on_event=context.on_wait,
     )
-
-
-async def _close_all(engines: Sequence[Engine]) -> None:
-    await asyncio.gather(*(engine.close() for engine in engines))
 
 
 @singledispatch

@@ -67,7 +67,6 @@ class Scoring:
 
     first: int
     """First id whose log-prob is wanted; keys before its predictor may be reused."""
-    temperature: float
     logprobs: Float32Array
     future: asyncio.Future[Scores]
 

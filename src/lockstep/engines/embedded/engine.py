@@ -164,14 +164,13 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
                 logprobs=values, policy_version=weights.version, fingerprint=self._fingerprint_text
             )
         future: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
-        heat = request.sampling.temperature
         sequence = Sequence(
             request=request,
             weights=weights,
             order=next(self._arrivals),
             limit=0,
             ids=ids,
-            scoring=Scoring(first=first, temperature=heat, logprobs=values, future=future),
+            scoring=Scoring(first=first, logprobs=values, future=future),
         )
         self._scheduler.add(sequence)
         self._drive()
@@ -461,7 +460,8 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
             if not finite[chunk.place].all():
                 broken.append(chunk.sequence)
             elif scoring is not None:
-                scored.setdefault(scoring.temperature, []).append((scoring, chunk))
+                heat = chunk.sequence.request.sampling.temperature
+                scored.setdefault(heat, []).append((scoring, chunk))
         for temperature, parts in scored.items():
             self._write_scores(parts, hidden, temperature)
         return broken
