@@ -27,8 +27,8 @@ from lockstep.agent.json_schema import schema_problem, simplified
 from lockstep.agent.tools import Tool, ToolFailure, ToolOutput
 from lockstep.config import did_you_mean
 from lockstep.errors import ConfigError, LockstepError, ToolServerError, require_package
-from lockstep.launch import keeper
 from lockstep.launch.background import STOP_SECONDS, in_background
+from lockstep.launch.workers import kept
 
 # Many servers log to their output; the SDK must not print a traceback for each line.
 logging.getLogger("mcp").addHandler(logging.NullHandler())
@@ -276,8 +276,7 @@ async def _client_of(address: ServerAddress, errors: TextIO) -> AsyncIterator[An
             command[0] = sys.executable if command[0] == "python" else command[0]
             if sys.platform == "linux" and shutil.which(command[0]):
                 # Without a grace period: the SDK has closed the server's input and waited.
-                keeping = [sys.executable, "-I", "-S", keeper.__file__, str(os.getpid()), "0"]
-                command = [*keeping, *command]
+                command = kept(command)
             parameters = StdioServerParameters(
                 command=command[0],
                 args=command[1:],

@@ -2,7 +2,8 @@
 
 A worker is a function `work(line)` of a module, in an interpreter of its own. It ends when the
 other end of its connection closes, for whatever reason. Messages are pickled, so that they may hold
-tensors, which `lockstep.children` cannot send. No torch.
+tensors, which `lockstep.children` cannot send. A server is a program that answers over HTTP, and
+ends with this process. No torch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import re
 import signal
 import sys
 import threading
@@ -24,11 +26,18 @@ from typing import Any
 from lockstep import errors
 from lockstep.children import LoggedProcess, module_path
 from lockstep.errors import LockstepError
+from lockstep.launch import keeper
 
 _MAIN = "from lockstep.launch.workers import main; main()"
 
 Batch = Sequence[Any]
 """Messages that travel together: anything that can be pickled."""
+
+_ERROR = re.compile(r"\b\w*(?:Error|Exception)\b: \S")
+"""The last line of a Python traceback, which names the error."""
+
+GRACE_SECONDS = 10.0
+"""Time that a server has to end by itself; then it is killed."""
 
 
 class Line:
@@ -93,6 +102,54 @@ def portable(error: BaseException, *, kind: type[LockstepError] = LockstepError)
         return kind(f"{type(error).__name__}: {error}")
     own = next(own for own in type(error).__mro__ if own.__module__ == errors.__name__)
     return own(str(error))
+
+
+class ServerProcess(LoggedProcess):
+    """One server and the processes that it starts, in a session of their own.
+
+    It ends with `stop`, and with this process, even if that is killed: `launch.keeper` watches.
+    `lockstep.children` is for children that answer over pipes; a server answers over HTTP and logs
+    to a file. log: file for its output, overwritten.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     server = ServerProcess(["false"], log=Path(folder) / "server.log")
+    ...     print(server.why_ended(5.0).splitlines()[0])
+    its process ended
+    """
+
+    def __init__(
+        self, command: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        """environment: all variables of the server; None: this process's own."""
+        self.command = list(command)
+        log.unlink(missing_ok=True)
+        command = kept(command, grace_seconds=GRACE_SECONDS)
+        super().__init__(command, name="the server", log=log, env=environment)
+
+    def why_ended(self, seconds: float = 0.0) -> str:
+        """Empty if it still runs after `seconds`; else the first error in its log, which causes the
+        later ones, and the end of the log."""
+        self.wait(seconds)
+        if self.is_running:
+            return ""
+        cause = next(filter(_ERROR.search, self.log_lines()), "").strip()
+        return (
+            f"its process ended{cause and f'. The first error in its log: {cause}'}\n"
+            f"{self.end_of_log()}\nThe command: {' '.join(self.command)}"
+        )
+
+    def stop(self) -> None:
+        """Ends the whole group and waits until it is gone. A second call does nothing."""
+        if self.is_running:
+            self._process.terminate()
+        self.end(seconds=GRACE_SECONDS + 5.0)
+
+
+def kept(command: Sequence[str], *, grace_seconds: float = 0.0) -> list[str]:
+    """The command under `launch.keeper`, which ends it with this process, after a grace period."""
+    keeping = (sys.executable, "-I", "-S", keeper.__file__, os.getpid(), grace_seconds)
+    return [*map(str, keeping), *command]
 
 
 # -- in the worker --------------------------------------------------------------------------------

@@ -17,11 +17,11 @@ from lockstep.children import own_variables
 from lockstep.engines.base import EngineContext
 from lockstep.engines.config import VllmConfig
 from lockstep.engines.http import HttpClient
-from lockstep.engines.server_process import ServerProcess
 from lockstep.engines.vllm import plugin
 from lockstep.engines.vllm.checkpoint import check_readable, config_overrides, has_latents
 from lockstep.errors import CapabilityError
 from lockstep.launch.place import free_port
+from lockstep.launch.workers import ServerProcess
 
 WORKER_EXTENSION = plugin.arguments_of("server")["worker-extension-cls"]
 CPU_CACHE_GIB = 1.0

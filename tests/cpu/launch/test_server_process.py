@@ -8,7 +8,7 @@ import time
 
 from running import is_running
 
-from lockstep.engines.server_process import ServerProcess
+from lockstep.launch.workers import ServerProcess
 
 # A server with a process of its own, as vLLM has; it writes both ids once both run.
 SERVER = """
@@ -45,7 +45,7 @@ def test_a_server_ends_when_the_process_that_asked_for_it_is_killed(tmp_path):
     log = tmp_path / "server.log"
     script = (
         "import sys, time\nfrom pathlib import Path\n"
-        "from lockstep.engines.server_process import ServerProcess\n"
+        "from lockstep.launch.workers import ServerProcess\n"
         f"ServerProcess([sys.executable, '-c', {SERVER!r}], log=Path({str(log)!r}))\n"
         "time.sleep(600)\n"
     )
