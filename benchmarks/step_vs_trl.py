@@ -93,7 +93,7 @@ def run_ours(recipe: str, overrides: list[str]) -> None:
     else:
         config = resolve(find_recipe(recipe), overrides)
     model_files = preflight(config)
-    view = open_view(is_json=True)
+    view = open_view("json")
     with TemporaryDirectory() as parent, asyncio.Runner() as loop:
         path = Path(parent) / "run"
         loggers = Loggers(config.record, run_path=path, config={}, warn=note)

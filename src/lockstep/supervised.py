@@ -82,7 +82,7 @@ def train_supervised(
         model_files, (rows, held_out) = check_supervised(begun)
         from lockstep.run.training_run import finish_run  # imports torch
 
-        facts, shown = model_files.facts(), open_view(is_json=view == "json")
+        facts, shown = model_files.facts(), open_view(view)
         if model_files.renderer_line:
             config = replace(config, renderer=model_files.renderer_config)
         if isinstance(model_files.model, ModelConfig):

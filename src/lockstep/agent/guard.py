@@ -27,7 +27,7 @@ from lockstep.agent.environment import Observation, Score
 from lockstep.agent.tasks import made_anew, seed_globals
 from lockstep.errors import RolloutError, named, shortened
 from lockstep.launch.event_loop import VISITED, VisitedTask, is_interrupt, own_context
-from lockstep.launch.process_state import Visit, put_back
+from lockstep.launch.process_state import Visit
 from lockstep.types import Message, ToolSchema
 
 MAX_NUMBER = 1e30
@@ -137,6 +137,7 @@ def _driven(
                 VISITED.reset(visit)
                 num_own += max(0, task.cancelling() - before)
             thrown = None
+            state.keep_draws()
             try:
                 yield awaited
             except GeneratorExit:
@@ -153,7 +154,7 @@ def _driven(
             state.enter()
             settle(coroutine.close)
             state.leave()
-        put_back(state.at_start)
+        state.end()
     if isinstance(task, VisitedTask):  # which knows it of callbacks too
         num_own = task.num_own - own_before
     num_outside = task.cancelling() - num_before - num_cuts - num_own

@@ -163,16 +163,14 @@ class CustomConfig(AskedTasks, FileTasks):
             said = asked
         elif asked and isinstance(asked, str | list):
             said = read_prompt(asked, where=name)
-        elif asked is None:
+        elif name not in task.payload:
             columns = ", ".join(task.payload) or "none"
             raise DataError(
                 f"no column {self.question!r}, and no `messages`; the columns are {columns}. "
                 "task.question=COLUMN names the one to ask."
             )
         else:
-            raise DataError(
-                f"{self.question} must be text or a list of messages, found {shortened(asked)}."
-            )
+            raise DataError(f"{name} must be text or a list of messages, found {shortened(asked)}.")
         return self.asked(said)
 
     def notes(self) -> list[str]:

@@ -7,6 +7,7 @@ changes. When that code continues after a pause, its own values are restored.
 
 from __future__ import annotations
 
+import _signal  # pyright: ignore
 import gc
 import locale
 import logging
@@ -66,13 +67,15 @@ _DRAWS: dict[str, Part] = {
 _SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 ]
+_handler_of = _signal.getsignal
+"""`signal.getsignal` looks each handler up in an enum, which prints the task that it belongs to."""
 
 
 @cache
 def _of_torch() -> dict[str, Part]:
     import torch
 
-    cudnn, held = torch.backends.cudnn, list[Any]()
+    cudnn, held, cpu = torch.backends.cudnn, list[Any](), torch.device("cpu")
 
     def set_inference(is_on: bool) -> None:
         has_gradients = torch.is_grad_enabled()
@@ -90,7 +93,8 @@ def _of_torch() -> dict[str, Part]:
         "anomaly": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
         "dtype": (torch.get_default_dtype, torch.set_default_dtype),
         "device": (
-            torch.get_default_device,
+            # A default device is on this stack, and to look it up takes long.
+            lambda: torch.get_default_device() if torch._C._len_torch_function_stack() else cpu,
             lambda device: torch.set_default_device(None if device.type == "cpu" else device),
         ),
         "threads": (torch.get_num_threads, torch.set_num_threads),
@@ -114,30 +118,39 @@ AT_START: ContextVar[Values | None] = ContextVar("at_start", default=None)
 
 def state_at_start() -> Values:
     """Returns the process's state at the start of a run, for `AT_START`."""
-    handlers = [signal.getsignal(number) for number in _SIGNALS]
-    return {**_read(_OF_RUN), "environ": dict(os.environ), "path": sys.path[:], "signals": handlers}
+    handlers = [_handler_of(number) for number in _SIGNALS]
+    return {**_read(_OF_RUN), "environ": _variables(), "path": sys.path[:], "signals": handlers}
+
+
+def _variables() -> dict[bytes, bytes]:
+    """The environment's variables, encoded as `os.environ` holds them: to decode all takes long."""
+    return dict(os.environ._data)  # pyright: ignore
 
 
 def put_back(values: Values | None) -> None:
-    """Puts back what differs from the start of a run; None outside of one. Variables, and folders
-    to import from, that were added since then stay: modules add them when they are imported."""
-    if values is None:
-        return
-    _write_changed(_OF_RUN, values)
-    for name, value in values["environ"].items():
-        if os.environ.get(name) != value:
-            os.environ[name] = value
+    """Puts back what differs from the start of a run; None outside of one."""
+    if values is not None:
+        _write_changed(_OF_RUN, {name: values[name] for name in _OF_RUN})
+        _put_back_shared(values)
+
+
+def _put_back_shared(values: Values) -> None:
+    """Variables, folders to import from, and handlers of signals, which stay while a hook pauses.
+    Variables and folders that were added since the start stay: modules add them as they are
+    imported."""
+    for name, value in values["environ"].items() - _variables().items():
+        os.environ[os.fsdecode(name)] = os.fsdecode(value)
     if missing := [folder for folder in values["path"] if folder not in sys.path]:
         sys.path[:0] = missing
     if threading.current_thread() is threading.main_thread():
         for number, handler in zip(_SIGNALS, values["signals"], strict=True):
-            if handler is not None and signal.getsignal(number) != handler:
+            if handler is not None and _handler_of(number) != handler:
                 signal.signal(number, handler)
 
 
 class Visit:
     """Process state of one hook of foreign code: call `enter` before each of its steps, `leave`
-    after it, and `put_back(visit.at_start)` at its end."""
+    after it, then `keep_draws` if it pauses, or `end` if it is over."""
 
     def __init__(self, seed: Callable[[], object] | None, *, is_within: bool) -> None:
         """seed: seeds the generators of Python, numpy and torch, which are then the hook's own.
@@ -156,9 +169,9 @@ class Visit:
         self._draws: Values = {}
 
     def enter(self) -> None:
-        self._outside = _read(self._parts)
-        if self.at_start is not None:
-            self._outside |= {name: self.at_start[name] for name in _OF_RUN}
+        outside = {} if self.at_start is None else {name: self.at_start[name] for name in _OF_RUN}
+        unknown = {name: part for name, part in self._parts.items() if name not in outside}
+        self._outside = outside | _read(unknown)
         _write_changed(self._parts, self._inside)
         for name, state in self._draws.items():
             _DRAWS[name][1](state)
@@ -166,9 +179,16 @@ class Visit:
             self._seed()
 
     def leave(self) -> None:
+        self._inside = _write_changed(self._parts, self._outside)
+
+    def keep_draws(self) -> None:
+        """Call it after `leave` if the hook goes on later, before other code draws."""
         if self._seed is not None:
             self._draws = _read(_DRAWS)
-        self._inside = _write_changed(self._parts, self._outside)
+
+    def end(self) -> None:
+        if self.at_start is not None:
+            _put_back_shared(self.at_start)
 
 
 def _read(parts: Mapping[str, Part]) -> dict[str, Any]:
@@ -177,8 +197,10 @@ def _read(parts: Mapping[str, Part]) -> dict[str, Any]:
 
 def _write_changed(parts: Mapping[str, Part], values: Values) -> dict[str, Any]:
     """Writes the values that differ. Returns the old values by name."""
-    found = _read({name: part for name, part in parts.items() if name in values})
-    changed = {name: value for name, value in found.items() if value != values[name]}
+    changed: dict[str, Any] = {}
+    for name, value in values.items():
+        if (found := parts[name][0]()) != value:
+            changed[name] = found
     for name in changed:
         with suppress(OSError):  # the working directory of before is gone
             parts[name][1](values[name])

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lockstep.display import block, chart_of, number, table
+from lockstep.errors import ConfigError
 from lockstep.observe.alarms import Alarm, Architecture, Level, mismatch_alarm
 from lockstep.observe.metrics import held_out_label, is_step_row
 from lockstep.tables import tables_beside
@@ -245,13 +246,16 @@ def find_cell() -> Show | None:
     return show
 
 
-def open_view(*, is_json: bool = False, name: str = "") -> View:
-    """A view on stdout, or in the cell of a notebook. With --json it shows nothing, since stdout
-    belongs to the result.
+def open_view(kind: ViewKind = "live", *, name: str = "") -> View:
+    """A view on stdout, or in the cell of a notebook. "json" shows nothing, since stdout belongs to
+    the result.
 
-    name: of a run among several, which begins each of its lines.
+    name: of a run among several, which begins each of its lines. Raises ConfigError for another
+    kind.
     """
-    if is_json or sys.stdout is None:
+    if kind not in (kinds := get_args(ViewKind)):
+        raise ConfigError(f"view={kind!r}; expected one of {', '.join(kinds)}.")
+    if kind == "json" or sys.stdout is None:
         return View(None)
     if (show := find_cell()) is not None:
         return NotebookView(show, name=name)

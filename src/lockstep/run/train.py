@@ -148,7 +148,7 @@ def _begin(
     config: Config, path: Path, view: ViewKind, *, name: str = "", start: RunAddress | None = None
 ) -> ModelFiles:
     """Checks a run, and says what begins before torch is imported, which takes seconds."""
-    shown = open_view(is_json=view == "json" or is_follower(), name=name)
+    shown = open_view("json" if is_follower() else view, name=name)
     shown.phase("checking settings, model and tasks")
     try:
         model_files = check_run(config, start=start)

@@ -560,7 +560,7 @@ def open_run(
     origin, of_origin = options.find_origin(config)
     directory = options.open_directory(config, facts | of_origin) if is_leader else None
     name = config.name if base is not None else ""
-    shown = open_view(is_json=options.view == "json" or not is_leader, name=name)
+    shown = open_view(options.view if is_leader else "json", name=name)
     loggers = Loggers(
         config.record if is_leader else replace(config.record, loggers=()),
         run_path=options.out,

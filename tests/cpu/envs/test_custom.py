@@ -275,6 +275,7 @@ def test_rows_without_ids_are_named_by_their_content():
         ([{"prompt": "a"}, {"prompt": "b"}], "no column 'question'.*task.question=COLUMN"),
         ([{"id": 1, "question": "a"}, {"id": 1, "question": "b"}], "'1' is given twice"),
         ([{"id": 1.5, "question": "a"}] * 2, "id must be text or a whole number"),
+        ([{"question": None}] * 2, "question must be text or a list of messages, found None"),
         ([{"question": 7}] * 2, "question must be text or a list of messages, found 7"),
         ([3, 4], "a task is an object or text, found 3"),
         ({"question": "a"}, "tasks must be a file, the name of a data set, or a list"),

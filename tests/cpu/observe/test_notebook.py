@@ -98,5 +98,5 @@ def test_in_ipythons_terminal_and_with_json_the_view_is_the_ordinary_one(monkeyp
     open_view().note("an address")
     assert capsys.readouterr().out == "an address\n" and not shown
     shown = fake_ipython(monkeypatch, has_kernel=True)
-    open_view(is_json=True).note("an address")
+    open_view("json").note("an address")
     assert not shown

@@ -13,7 +13,7 @@ from urllib.request import urlopen
 import pytest
 
 from lockstep.correction.metrics import MismatchReport
-from lockstep.errors import MissingExtraError
+from lockstep.errors import ConfigError, MissingExtraError
 from lockstep.observe.alarms import mismatch, mismatch_alarm
 from lockstep.observe.live import RunHeader, View, open_view
 from lockstep.observe.loggers import Loggers
@@ -266,13 +266,15 @@ def test_a_terminal_shows_the_phase_until_the_next_line(capsys):
 
 
 def test_a_silent_view_writes_nothing(capsys):
-    view = open_view(is_json=True)
+    view = open_view("json")
     view.start(HEADER)
     view.phase("sampling")
     view.step(full_row(0))
     view.note("a warning", "warning")
     view.close()
     assert capsys.readouterr() == ("", "")
+    with pytest.raises(ConfigError, match=r"view='quiet'.*verbose"):
+        open_view("quiet")
 
 
 def test_observe_does_not_import_torch():
