@@ -13,7 +13,8 @@ import asyncio
 import gc
 import itertools
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -150,24 +151,18 @@ class LocalWire(Wire):
             **sampling_settings(request, is_ours=self._is_ours),
             output_kind=kind.DELTA if request.stream else kind.FINAL_ONLY,
         )
-        call = self._add(request, asked)
-        try:
+        with self._calling(request, asked) as call:
             while True:
                 output = await call.next()
                 yield _chunk(output, request.sampling)
                 if output.finished:
                     return
-        finally:
-            self._drop(request.id)
 
     async def score(self, request: Request, *, first: int) -> AnswerChunk:
         kind = self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY
         asked = self._vllm.SamplingParams(**score_settings(first), output_kind=kind)
-        call = self._add(request, asked)
-        try:
+        with self._calling(request, asked) as call:
             output = await call.next()
-        finally:
-            self._drop(request.id)
         found, ids = output.prompt_logprobs, request.prompt_ids.tolist()
         return AnswerChunk(
             token_ids=ids[first:],
@@ -176,7 +171,9 @@ class LocalWire(Wire):
             num_cached_tokens=output.num_cached_tokens or 0,
         )
 
-    def _add(self, request: Request, asked: Any) -> _LocalCall:
+    @contextmanager
+    def _calling(self, request: Request, asked: Any) -> Iterator[_LocalCall]:
+        """A call, which ends with the block."""
         where, adapter = f"request {request.id}", request.adapter
         if adapter and adapter not in self._named:
             raise EngineError(f"{where}: there is no adapter {adapter!r}.")
@@ -190,16 +187,18 @@ class LocalWire(Wire):
         # Steps and requested ends put their outputs here.
         self._engine.output_processor.request_states[name].queue = call
         self._drive()
-        return call
-
-    def _drop(self, call_id: str) -> None:
-        """Forgets a call that has ended, or that nobody waits for any more."""
-        call = self._calls.pop(call_id, None)
-        if call is not None and not call.has_ended:
-            self._engine.abort_request([call.name], internal=True)
+        try:
+            yield call
+        finally:
+            del self._calls[request.id]
+            self._end(call)
 
     async def abort(self, call_id: str) -> None:
-        if (call := self._calls.get(call_id)) is not None and not call.has_ended:
+        if (call := self._calls.get(call_id)) is not None:
+            self._end(call)
+
+    def _end(self, call: _LocalCall) -> None:
+        if not call.has_ended:
             self._engine.abort_request([call.name], internal=True)
 
     def _drive(self) -> None:
