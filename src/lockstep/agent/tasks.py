@@ -53,18 +53,12 @@ def is_held_out(share: float, *key: str) -> bool:
     return derive_seed("held out", *key) < share * 2**63
 
 
-class TaskSource:
+class TaskSource(Iterator[Task]):
     """An iterator of tasks that can be stopped and resumed.
 
     Subclasses define `__next__`, `state_dict` and `load_state_dict`. A finite source ends with
     `StopIteration`.
     """
-
-    def __iter__(self) -> Iterator[Task]:
-        return self
-
-    def __next__(self) -> Task:
-        raise NotImplementedError
 
     def take(self, count: int) -> list[Task]:
         """Returns the next `count` tasks; fewer at the end of a finite source. Any other value
