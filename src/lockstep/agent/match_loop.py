@@ -154,16 +154,10 @@ class _RunningMatch:
             self.is_over.set()
         if not self.players:
             reason = self.failure or "match.play: it ended before a seat was asked"
+            failed = partial(Trajectory, task_id=self.task.id, status="failed", error=reason)
             return [
-                Trajectory(
-                    id=f"{self.id}/{seat}",
-                    task_id=self.task.id,
-                    seat=seat,
-                    policy=of_seat.name,
-                    status="failed",
-                    error=reason,
-                )
-                for seat, of_seat in self.seats.items()
+                failed(id=f"{self.id}/{seat}", seat=seat, policy=policy.name)
+                for seat, policy in self.seats.items()
             ]
         return [job.result() for job in self.jobs]
 

@@ -19,6 +19,7 @@ import re
 import threading
 import types
 import typing
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -324,13 +325,12 @@ class ToolRunner:
             else:
                 found += [await self.call(call) for call in group]
         replies: list[Message] = []
-        counters: dict[str, float] = {}
+        counters: Counter[str] = Counter()
         for call, (output, outcome) in zip(calls, found, strict=True):
             is_cut = len(output.text) > self.limits.output_chars
             happened = {"calls": True, outcome: outcome != "ok", "truncated": is_cut}
             own = {f"tool/{name}": 1.0 for name, is_so in happened.items() if is_so}
-            for name, value in {**output.metrics, **own}.items():
-                counters[name] = counters.get(name, 0.0) + value
+            counters.update({**output.metrics, **own})
             name = call.name[:MAX_NAME_CHARS] or "unknown"
             text = self.limits.shown(output.text)
             replies.append(Message(role="tool", name=name, content=text, tool_call_id=call.id))
