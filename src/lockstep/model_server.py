@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.tasks import derive_seed
-from lockstep.config import to_dict
+from lockstep.config import check_conflicts, to_dict
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.errors import CapabilityError, ConfigError, RunError
 from lockstep.launch.event_loop import run_to_end
@@ -37,7 +37,7 @@ from lockstep.run.build import (
 )
 from lockstep.run.preflight import ModelFiles, read_model_files
 from lockstep.run.served import Served, find_served, open_served
-from lockstep.run_config import ServeConfig
+from lockstep.run_config import CONFLICTS, ServeConfig
 from lockstep.store.run import RunDirectory, default_run_path
 from lockstep.tinker_config import client_key
 from lockstep.types import Group, Task, Trajectory
@@ -292,11 +292,7 @@ def _check_bases(served: Served) -> None:
             f"tinker.models has {', '.join(models)}, and api=agents serves {config.model}; both "
             f"must have it in memory once. Add NAME={config.model} to tinker.models."
         )
-    if not isinstance(config.engine, EmbeddedConfig) or config.engine.replicas:
-        raise ConfigError(
-            "api=agents,tinker needs engine=embedded without replicas: on other engines, training "
-            "a whole model replaces the weights that agents sample. Start a server for each API."
-        )
+    check_conflicts(config, CONFLICTS["both_apis"])
 
 
 def serve(

@@ -69,6 +69,8 @@ def check_is_rl(tree: Mapping[str, Any], run: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _HeldOutTasks(Checked):
+    CONFLICTS = CONFLICTS["held_out"]
+
     task: TaskConfig | None = None
     """Kind of these tasks, with settings of its own; none takes the task that is trained."""
     num_tasks: Annotated[int, at_least(0)] = 128
@@ -77,14 +79,6 @@ class _HeldOutTasks(Checked):
     """Samples per task: the k of mean@k and pass@k."""
     temperature: Annotated[float | None, at_least(0)] = None
     """Temperature of these samples; None takes that of training, 0 is greedy."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.task is not None and self.task.SEATS:
-            raise ConfigError(
-                f"evaluation: task={tag(type(self.task))} is played from the seats "
-                f"{', '.join(self.task.SEATS)}. Only the task that is trained can have seats."
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from lockstep.engines.config import VllmConfig
 from lockstep.errors import ConfigError
 from lockstep.habits import SETTINGS, VERBS, WHOLE
 from lockstep.recipes import find_recipe
-from lockstep.run_config import CONFLICTS, Config, ServeConfig, SupervisedConfig
+from lockstep.run_config import CONFLICTS, Config, EvaluationConfig, ServeConfig, SupervisedConfig
 from lockstep.training.config import TrainerConfig
 
 
@@ -303,7 +303,8 @@ def test_a_file_with_what_is_no_setting_says_where_it_belongs(tmp_path, name, te
         C.overlaid(find_recipe("quickstart"), C.read_tree(tmp_path / name))
 
 
-OF_TABLE = {"supervised": SupervisedConfig, "tinker": ServeConfig}
+OF_TABLE = {"held_out": EvaluationConfig, **dict.fromkeys(("supervised", "sft"), SupervisedConfig)}
+OF_TABLE |= dict.fromkeys(("tinker", "both_apis"), ServeConfig)
 RULES = [
     (OF_TABLE.get(table, Config), rule) for table, rules in CONFLICTS.items() for rule in rules
 ]

@@ -7,7 +7,6 @@ from typing import Annotated, ClassVar
 
 from lockstep.config import ABOVE_0, Checked, Interval, at_least, require
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
-from lockstep.errors import ConfigError
 
 MIN_TEMPERATURE = 1e-5
 """Smallest temperature above 0: logits divided by less overflow float32."""
@@ -103,8 +102,5 @@ class FrozenSeat(SeatConfig):
     """Engine that samples for it: this process, or a server that has the model (engine.urls)."""
 
     def __post_init__(self) -> None:
-        if not self.model:
-            raise ConfigError(
-                "model is empty, and a frozen seat needs a policy: give model=RUN@STEP, a shipped "
-                "model or a checkpoint directory."
-            )
+        expected = "RUN@STEP, a shipped model or a checkpoint directory"
+        require(self, model=(bool(self.model), expected))

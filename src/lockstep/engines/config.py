@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, ClassVar, Literal
 
-from lockstep.config import ABOVE_0, Checked, Interval, at_least
+from lockstep.config import ABOVE_0, Checked, Interval, at_least, conflicts_in
 from lockstep.errors import ConfigError
 from lockstep.launch.config import share_of
 from lockstep.tables import tables_beside
@@ -359,23 +359,12 @@ class VllmConfig(ServedConfig):
     def why_no_decoder(self) -> str:
         """Why Lockstep's decoder cannot run under these settings, and what to do; empty if it
         can."""
-        given = [value for value in self.args if value.startswith(("--quantization", "-q"))]
-        if self.tensor_parallel > 1:
-            return (
-                f"engine.tensor_parallel={self.tensor_parallel} would sum the parts of a product "
-                "in another order than the trainer. Set engine.tensor_parallel=1 and take more "
-                "engine.replicas"
-            )
-        if self.max_adapter_rank:
-            return (
-                f"engine.max_adapter_rank={self.max_adapter_rank} is for vLLM's own adapters; the "
-                "decoder has the run's adapter without it. Leave it out"
-            )
-        if given:
-            return f"it computes no quantised weights. Leave {' '.join(given)} out"
-        if self.deterministic:
-            return "engine.deterministic=true is for vLLM's own kernels. Leave it out"
-        return ""
+        return next(conflicts_in(self, _CONFLICTS["decoder"], at="engine."), "")
+
+    @property
+    def quantization(self) -> str:
+        """The arguments that make vLLM quantise its weights; empty without."""
+        return " ".join(value for value in self.args if value.startswith("--quantization"))
 
     def _check_attached(self) -> None:
         applies = {"decoder", *(entry.name for entry in fields(ServedConfig))} - {"deterministic"}

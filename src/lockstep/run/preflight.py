@@ -271,11 +271,8 @@ def check_side_by_side(configs: Sequence[Config]) -> None:
 def check_shared_base(config: Config, where: str) -> None:
     """Raises ConfigError, which begins with `where`, unless several adapters can be trained over
     the model of this run."""
-    problems = list(conflicts_in(config, CONFLICTS["shared_base"]))
-    if config.placement.is_elsewhere():
-        problems.append("they train in one process. Leave placement out")
-    if problems:
-        raise ConfigError(f"{where}: {problems[0]}.")
+    for problem in conflicts_in(config, CONFLICTS["shared_base"]):
+        raise ConfigError(f"{where}: {problem}.")
 
 
 def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> None:
@@ -292,11 +289,8 @@ def check_parallel(config: ModelChoice, model: ModelConfig | FallbackConfig) -> 
     if isinstance(config, Config):
         config.engine.for_rank(0, world)
         config.placement.check(config.parallel, config.demand)
-    elif world > 1:
-        raise ConfigError(
-            f"lockstep sft works in one process, and this run has {world}. Leave "
-            "parallel.processes at 0 and start it without torchrun."
-        )
+    else:
+        check_conflicts(config, CONFLICTS["sft"])
 
 
 def check_memory(config: ModelChoice, model_files: ModelFiles) -> None:
