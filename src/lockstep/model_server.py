@@ -25,7 +25,7 @@ from lockstep.agent.gateway.exchange import Refusal
 from lockstep.agent.tasks import derive_seed
 from lockstep.config import check_conflicts, to_dict
 from lockstep.engines.config import EmbeddedConfig
-from lockstep.errors import CapabilityError, ConfigError, RunError
+from lockstep.errors import ConfigError, RunError
 from lockstep.launch.event_loop import run_to_end
 from lockstep.run.build import (
     Numerics,
@@ -504,21 +504,14 @@ async def _open_outside(
     from lockstep.tinker.embedded import OutsideEngine
 
     engine = await asyncio.to_thread(open_engine, config.engine, context)
-    name = engine.capabilities.name
     try:
         assert context.scratch is not None, "weights need a place on their way"
-        vocab_size, max_tokens = context.vocab_size, context.max_tokens
-        check_capabilities(engine, vocab_size=vocab_size, max_tokens=max_tokens)
-        if not engine.capabilities.has_adapters:
-            raise CapabilityError(
-                f"engine {name} takes no adapters by name, which is how samplers reach it. Start "
-                "its server with --enable-lora."
-            )
+        check_capabilities(engine, context, needs=["adapters"])
         if numerics.is_kept:
             numerics = with_engine(config.contract, engine, numerics, context.model)
-        outside = OutsideEngine(engine, context.model, model_files, max_tokens=max_tokens)
+        outside = OutsideEngine(engine, context.model, model_files, max_tokens=context.max_tokens)
         how = await outside.qualify(context.scratch / "sent")
     except BaseException:
         await engine.close()
         raise
-    return engine, outside, numerics, f"{name} samples: {how}"
+    return engine, outside, numerics, f"{engine.capabilities.name} samples: {how}"

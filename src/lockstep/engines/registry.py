@@ -18,14 +18,18 @@ from lockstep.engines.config import (
 )
 from lockstep.errors import CapabilityError, ConfigError
 from lockstep.launch.event_loop import run_to_end
+from lockstep.tables import tables_beside
 
 Wrap = Callable[[Engine, int], Engine]
 """(engine, index of the replica) -> the engine to use in its place."""
 
-Need = Literal["training", "truncation", "rescoring", "replay", "sleep"]
+Need = Literal["training", "truncation", "rescoring", "replay", "sleep", "adapters"]
 """A feature that a run may need. training: the weights follow the trainer's. truncation: top-p or
 top-k is on. rescoring: the engine scores sampled tokens again. replay: the trainer replays the
-experts of the sampled tokens. sleep: the engine frees its memory while the trainer trains."""
+experts of the sampled tokens. sleep: the engine frees its memory while the trainer trains.
+adapters: requests name one."""
+
+_ABILITIES: dict[str, dict[str, str]] = tables_beside(__file__)
 
 
 def open_engine(
@@ -142,19 +146,18 @@ def _(config: SGLangConfig, context: EngineContext) -> Engine:
 
 def check_capabilities(
     engine: Engine,
+    context: EngineContext,
     *,
-    vocab_size: int,
-    max_tokens: int,
     needs: Collection[Need] = (),
     temperature: float = 1.0,
 ) -> None:
     """Raises CapabilityError if the engine lacks a feature that a run needs, before it samples.
     temperature: of the draws; at 1 the model's log-probs are the tempered ones."""
     found, lack = engine.capabilities, _lack(engine.capabilities, needs, is_plain=temperature == 1)
-    if not lack and found.vocab_size != vocab_size:
-        lack = f"has a vocabulary of {found.vocab_size}, the trainer's model one of {vocab_size}"
-    if not lack and found.max_tokens < max_tokens:
-        lack = f"takes at most {found.max_tokens} tokens; max_tokens={max_tokens}"
+    if not lack and found.vocab_size != (size := context.vocab_size):
+        lack = f"has a vocabulary of {found.vocab_size}, the trainer's model one of {size}"
+    if not lack and found.max_tokens < context.max_tokens:
+        lack = f"takes at most {found.max_tokens} tokens; max_tokens={context.max_tokens}"
     if lack:
         raise CapabilityError(f"engine {found.name} {lack}.")
 
@@ -162,9 +165,10 @@ def check_capabilities(
 def _lack(found: Capabilities, needs: Collection[Need], *, is_plain: bool) -> str:
     """The first need that an engine does not meet, with advice; empty if it meets all. is_plain:
     tokens are drawn at temperature 1."""
+    for need in needs:
+        if (known := _ABILITIES.get(need)) and not getattr(found, known["ability"]):
+            return known["lack"]
     recorded = f"records log-probs of {', '.join(found.distributions)}"
-    if "training" in needs and not found.weight_sources:
-        return "takes no new weights, and serves `lockstep eval` alone"
     if not (is_plain or {"tempered", "sampled"} & set(found.distributions)):
         return f"{recorded}; training needs the tempered distribution. Set agent.temperature=1"
     if "truncation" in needs and "sampled" not in found.distributions:
@@ -172,16 +176,9 @@ def _lack(found: Capabilities, needs: Collection[Need], *, is_plain: bool) -> st
             f"{recorded}; with top_p or top_k, training needs the distribution after the cut "
             "(sampled). Set agent.top_p=1 agent.top_k=0"
         )
-    if "rescoring" in needs and not found.has_score:
-        return "cannot score given ids. Set correction.rescorings=0"
     if "rescoring" in needs and not is_plain and "tempered" not in found.scored_distributions:
         return (
             f"scores given ids under {', '.join(found.scored_distributions)}. Set "
             "agent.temperature=1 or correction.rescorings=0"
         )
-    if "replay" in needs and not found.has_routed_experts:
-        experts = "does not hand out the experts that tokens went to"
-        return f"{experts}. Set trainer.routing_replay=recompute or none"
-    if "sleep" in needs and not found.has_sleep:
-        return "cannot free the memory of its keys and values. Set engine.share_device=false"
     return ""

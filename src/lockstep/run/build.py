@@ -185,7 +185,7 @@ class _Builder:
         if ranks is not None:
             promise = numerics.fingerprint.text if numerics.is_kept else "none"
             ranks.check_same({"numerics": promise})
-        self._check_engine(engine)
+        self._check_engine(engine, context)
         mesh = ranks.mesh() if ranks is not None and config.parallel.shard else None
         load = partial(load_model, config, model_files, mesh=mesh, ops=model.ops)
         reference = critic = teachers = publisher = None
@@ -234,7 +234,7 @@ class _Builder:
         has_own_form = bool(forms) and self.config.sync.form in ("auto", *forms)
         return self.model_files.lora is not None and not has_own_form
 
-    def _check_engine(self, engine: Engine) -> None:
+    def _check_engine(self, engine: Engine, context: EngineContext) -> None:
         """Raises ConfigError or EngineError if the engine lacks an ability that the run needs."""
         from lockstep.engines.registry import Need, check_capabilities
 
@@ -246,13 +246,8 @@ class _Builder:
             "replay": config.trainer.routing_replay == "rollout",
             "sleep": config.engine.share_device,
         }
-        check_capabilities(
-            engine,
-            vocab_size=self.model_files.model.vocab_size,
-            max_tokens=config.max_tokens,
-            temperature=config.agent.temperature,
-            needs=[need for need, is_needed in needs.items() if is_needed],
-        )
+        asked: list[Need] = [need for need, is_needed in needs.items() if is_needed]
+        check_capabilities(engine, context, needs=asked, temperature=config.agent.temperature)
 
     def _trainer(self, model: Decoder, numerics: Numerics, teachers: Teachers | None) -> Trainer:
         from lockstep.training.trainer import Trainer

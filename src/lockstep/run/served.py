@@ -128,9 +128,7 @@ def open_served(
     told = {"directory": directory, "run": config.name, "scratch": scratch, "on_wait": on_wait}
     context = engine_context(config, model_files, model, **told)
     engine = open_engine(config.engine.for_rank(0, 1), context)
-    check_capabilities(
-        engine, vocab_size=model_files.model.vocab_size, max_tokens=config.max_tokens
-    )
+    check_capabilities(engine, context)
     return model_files, engine
 
 

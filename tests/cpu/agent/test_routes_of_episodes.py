@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -130,6 +131,7 @@ def test_an_engine_that_leaves_routes_out_fails_the_episode(engine, text):
 
 def test_an_engine_without_routes_is_refused_before_the_run():
     engine = FakeEngine(lambda request: ANSWER, vocab_size=10)
-    check_capabilities(engine, vocab_size=10, max_tokens=10)
+    context = SimpleNamespace(vocab_size=10, max_tokens=10)
+    check_capabilities(engine, context)
     with pytest.raises(CapabilityError, match="fake"):
-        check_capabilities(engine, vocab_size=10, max_tokens=10, needs=["replay"])
+        check_capabilities(engine, context, needs=["replay"])

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -68,9 +69,10 @@ def test_an_engine_that_cannot_record_what_was_drawn_from_is_refused_before_the_
             return capabilities(distributions=("tempered",))
 
     engine = Tempered(lambda request: ANSWER)
-    check_capabilities(engine, vocab_size=10, max_tokens=10)
+    context = SimpleNamespace(vocab_size=10, max_tokens=10)
+    check_capabilities(engine, context)
     with pytest.raises(CapabilityError, match=r"one records log-probs of tempered; .*\(sampled\)"):
-        check_capabilities(engine, vocab_size=10, max_tokens=10, needs=["truncation"])
+        check_capabilities(engine, context, needs=["truncation"])
 
 
 # -- episodes -------------------------------------------------------------------------------------

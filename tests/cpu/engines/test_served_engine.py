@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -250,10 +251,10 @@ def test_a_run_whose_engine_takes_no_weights_is_refused():
     engine, _ = served()
     fixed, _ = served(distributions=("model",))
     fixed.wire.claims["weight_sources"] = ()
-    engine_limits = {"vocab_size": 97, "max_tokens": 200}
-    check_capabilities(engine, **engine_limits, needs=["training"])
-    check_capabilities(fixed, **engine_limits)
+    context = SimpleNamespace(vocab_size=97, max_tokens=200)
+    check_capabilities(engine, context, needs=["training"])
+    check_capabilities(fixed, context)
     with pytest.raises(CapabilityError, match="takes no new weights"):
-        check_capabilities(fixed, **engine_limits, needs=["training"])
+        check_capabilities(fixed, context, needs=["training"])
     with pytest.raises(CapabilityError, match=r"Set agent\.temperature=1"):
-        check_capabilities(fixed, **engine_limits, temperature=0.7)
+        check_capabilities(fixed, context, temperature=0.7)
