@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -28,7 +29,7 @@ from lockstep.run.preflight import (
     Numerics,
     RendererFile,
     check_memory,
-    engine_gpus,
+    visible_gpus,
     why_no_contract,
     write_renderer,
 )
@@ -359,13 +360,14 @@ def load_teachers(distill: DistillConfig, context: EngineContext, like: Decoder)
 
 
 def gpus_here(engine: EngineConfig, rank: int, world: int, device: torch.device) -> list[str]:
-    """`engine_gpus` on this machine; empty on a CPU."""
+    """The GPUs of each engine of this rank that runs in a process of its own; empty on a CPU."""
     import torch
 
     if device.type != "cuda":
         return []
-    count = torch.cuda.device_count()
-    return engine_gpus(engine, rank, world, local=device.index or 0, num_gpus=count)
+    gpus, here = visible_gpus(torch.cuda.device_count()), os.environ.get("LOCAL_WORLD_SIZE", world)
+    local: dict[str, Any] = {"local_rank": device.index or 0, "local_world": int(here)}
+    return engine.gpus_of_rank(rank, world, gpus=gpus, **local)
 
 
 def choose_numerics(contract: ContractChoice, model: Decoder, *, why_not: str = "") -> Numerics:

@@ -684,13 +684,14 @@ def _gpu_table(config: Config, model_files: ModelFiles, numerics: Numerics | Non
         return
     engine, world = config.engine, config.num_processes
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    most = here + engine.num_workers * engine.gpus_each
+    gpus = visible_gpus(here + engine.num_workers * engine.gpus_each)
+    local: dict[str, Any] = {"local_world": here, "gpus": gpus}
     found = memory_plan(config, model_files, numerics=numerics)
     need = "not predicted" if found is None else f"{found.num_bytes / GIB:.1f} GiB"
     share = getattr(engine, "memory_share", 0.0) or GPU_SHARE
-    for rank, gpu in enumerate(visible_gpus(most)[:here]):
+    for rank, gpu in enumerate(gpus[:here]):
         yield f"{'GPU ' + gpu:<11}rank {rank}: {need}"
-        for at, place in enumerate(engine_gpus(engine, rank, world, local=rank, num_gpus=most)):
+        for at, place in enumerate(engine.gpus_of_rank(rank, world, local_rank=rank, **local)):
             takes = "the rest, in turns" if engine.share_device else f"{share:.0%} of the memory"
             yield f"{'GPU ' + place:<11}engine {at} of rank {rank}: {takes}"
 
@@ -699,15 +700,6 @@ def visible_gpus(count: int) -> list[str]:
     """Names of this machine's GPUs for CUDA_VISIBLE_DEVICES. count: their number, without that."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",") if visible else [str(gpu) for gpu in range(count)]
-
-
-def engine_gpus(
-    engine: EngineConfig, rank: int, world: int, *, local: int, num_gpus: int
-) -> list[str]:
-    """The GPUs of each engine of this rank that runs in a process of its own. local: the rank on
-    its machine, which has `num_gpus`."""
-    local_world, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", world)), visible_gpus(num_gpus)
-    return engine.gpus_of_rank(rank, world, local_rank=local, local_world=local_world, gpus=gpus)
 
 
 def _dtype(config: ModelChoice) -> str:
