@@ -40,6 +40,12 @@ class SandboxLimits(Checked):
     processes: Annotated[int, at_least(1)] = 1
     """Threads and processes at a time, the program itself included, in sandboxes that have any."""
 
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of printed text that are kept, enough for `output_chars`. An odd number, which
+        tells an error about it from one about the memory."""
+        return 4 * self.output_chars + 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramResult:

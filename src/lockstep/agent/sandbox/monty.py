@@ -93,8 +93,6 @@ class MontySandbox(Sandbox):
         super().__init__(config)
         self._monty = require_monty()
         self._config = config
-        # An odd number, which tells its error from the error of the memory.
-        self._max_printed_bytes = 4 * config.limits.output_chars + 1
         self._states: dict[str, bytes] = {}
         """Variables of each session. They need no process, so thousands of sessions may wait."""
         self._start: asyncio.Task[Any] | None = None
@@ -210,7 +208,7 @@ class MontySandbox(Sandbox):
 
         # A last None, so that no value leaves as an object.
         for program in filter(None, (shown, code + "\n\nNone")):
-            printed = monty.CollectString(max_bytes=self._max_printed_bytes)
+            printed = monty.CollectString(max_bytes=self._limits.output_bytes)
             try:
                 await feed.feed_run(program, print_callback=printed, os=refuse)
             except monty.MontySyntaxError as error:
@@ -239,7 +237,7 @@ class MontySandbox(Sandbox):
         kind, _, text = error.display("type-msg").partition(":")
         if kind == "TimeoutError" and "time limit exceeded" in text:
             return "timeout"
-        if kind == "MemoryError" and text.endswith(f"> {self._max_printed_bytes} bytes"):
+        if kind == "MemoryError" and text.endswith(f"> {self._limits.output_bytes} bytes"):
             is_late = time.monotonic() - began >= self._limits.seconds  # hidden by this error
             return "timeout" if is_late else "ok"
         if kind == "MemoryError":

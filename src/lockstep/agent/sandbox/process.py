@@ -29,7 +29,6 @@ from lockstep.agent.sandbox.base import (
     ProgramResult,
     Sandbox,
     SandboxConfig,
-    SandboxLimits,
 )
 from lockstep.config import at_least
 from lockstep.errors import ConfigError, SandboxError
@@ -112,7 +111,7 @@ def inside_arguments(config: _ProcessConfig, *, has_group: bool) -> list[str]:
         # One more, for the process that waits for it in the same namespace.
         rlimits["NPROC"] = limits.processes + 1
     source = importlib.resources.files("lockstep.agent.sandbox").joinpath("inside.py").read_text()
-    order = {"limits": rlimits, "output_bytes": max_printed_bytes(limits)}
+    order = {"limits": rlimits, "output_bytes": limits.output_bytes}
     return ["-c", source, json.dumps(order)]
 
 
@@ -124,10 +123,6 @@ def said_by(*command: str, seconds: float = ASK_SECONDS) -> subprocess.Completed
     except subprocess.TimeoutExpired:
         text = f"sandbox: `{' '.join(command)[:200]}` does not answer in {seconds:g} s."
         raise ConfigError(f"{text} Does it in a terminal? Is its server well?") from None
-
-
-def max_printed_bytes(limits: SandboxLimits) -> int:
-    return 4 * limits.output_chars + 1
 
 
 class Worker:
@@ -372,7 +367,7 @@ class ProcessSandbox(Sandbox):
             self._launch = await asyncio.to_thread(self._config.prepare)
         while True:
             while len(self._ready) <= self._config.workers:
-                starting = Worker.start(self._launch(), max_bytes=max_printed_bytes(self._limits))
+                starting = Worker.start(self._launch(), max_bytes=self._limits.output_bytes)
                 self._ready.append(asyncio.ensure_future(starting))
             start = self._ready.pop(0)
             try:
