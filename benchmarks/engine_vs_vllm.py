@@ -94,7 +94,8 @@ def vllm(directory: Path, dtype: str, *, is_ours: bool) -> Generate:
         plugin.register()
         os.environ |= plugin.environment_of("decoder")
         arguments = plugin.arguments_of("decoder")
-        settings = {name.replace("-", "_"): text for name, text in arguments.items()}
+        named = {name: text for name, text in arguments.items() if text is not True}
+        settings = {name.replace("-", "_"): text for name, text in named.items()}
         settings["hf_overrides"] = json.loads(settings["hf_overrides"])
         settings["logits_processors"] = [settings["logits_processors"]]
         settings["async_scheduling"] = False

@@ -90,7 +90,7 @@ class LocalWire(Wire):
             max_tokens=self._context.max_tokens + 1,  # scoring samples a token, wanted or not
             is_ours=self._is_ours,
         )
-        arguments += ["--no-use-tqdm-on-load", "--disable-log-stats"]
+        arguments += plugin.written(plugin.arguments_of("in_process"))
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser(exit_on_error=False))
         try:
             found = parser.parse_args([*arguments, *self._config.args])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
+import shlex
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -40,9 +41,18 @@ NEEDS: list[dict[str, Any]] = _STARTED_WITH["decoder"]["needs"]
 """Values of vLLM's settings that the decoder needs."""
 
 
-def arguments_of(part: str) -> dict[str, str]:
+def arguments_of(part: str) -> dict[str, Any]:
     """Arguments of vLLM, without their dashes, that a part of `plugin.toml` needs."""
     return dict(_STARTED_WITH[part]["arguments"])
+
+
+def written(arguments: Mapping[str, Any]) -> list[str]:
+    """The words of a command line. arguments: name -> value, or True for a flag.
+
+    >>> written({"port": 8000, "enforce-eager": True})
+    ['--port=8000', '--enforce-eager']
+    """
+    return [f"--{k}" if value is True else f"--{k}={value}" for k, value in arguments.items()]
 
 
 def environment_of(part: str) -> dict[str, str]:
@@ -52,8 +62,6 @@ def environment_of(part: str) -> dict[str, str]:
 
 OTHER_CACHES = {"deepseek_v3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 """Architectures whose latents or states vLLM caches in another layout than Lockstep."""
-FLAGS = ("enforce-eager", "no-async-scheduling")
-"""No compiler, which would reorder sums. A step's draws need the last step's tokens."""
 
 OPS = "lockstep_ops"
 """Key of vLLM's additional configuration: the trainer's ops, pickled, in base64."""
@@ -73,7 +81,7 @@ SCORE_FROM = "lockstep_score_from"
 """Key of the first id whose log-prob a scored text wants."""
 
 
-def settings_for(ops: object) -> dict[str, str]:
+def settings_for(ops: object) -> dict[str, Any]:
     """Arguments that make Lockstep's decoder in vLLM compute as the trainer does. ops: the
     trainer's; None lets the decoder's own self-test find them."""
     settings = arguments_of("decoder")
@@ -124,11 +132,10 @@ def check_attached(decoder: DecoderChoice, facts: Mapping[str, str], *, url: str
     settings say, or another version of this package. facts: of `LockstepWorker`."""
     is_ours = bool(facts.get("fingerprint"))
     if decoder == "lockstep" and not is_ours:
-        arguments = [f"--{name}='{value}'" for name, value in arguments_of("decoder").items()]
         environment = [f"{name}={value}" for name, value in environment_of("decoder").items()]
         raise CapabilityError(
             f"engine.decoder=lockstep, and {url} runs vLLM's own model. Start it with "
-            f"{' '.join([*arguments, *(f'--{flag}' for flag in FLAGS)])}, {' '.join(environment)} "
+            f"{shlex.join(written(arguments_of('decoder')))}, {' '.join(environment)} "
             "in its environment, and this package installed there."
         )
     if decoder == "vllm" and is_ours:

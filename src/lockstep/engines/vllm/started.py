@@ -64,33 +64,29 @@ def engine_arguments(
         "tensor-parallel-size": config.tensor_parallel,
         **plugin.arguments_of("engine"),
     }
-    flags = [
-        "skip-tokenizer-init",
-        "enable-prefix-caching" if config.prefix_cache else "no-enable-prefix-caching",
-    ]
+    settings["enable-prefix-caching" if config.prefix_cache else "no-enable-prefix-caching"] = True
     if has_gpu and (config.share_device or config.in_process):
-        flags.append("enable-sleep-mode")
+        settings["enable-sleep-mode"] = True
     if config.memory_share:
         settings["gpu-memory-utilization"] = math.floor(config.memory_share * 1000) / 1000
     if cache_gib:
         settings["kv-cache-memory-bytes"] = int(cache_gib * 2**30)
     if is_ours:
         settings |= plugin.settings_for(getattr(context.model, "ops", None))
-        flags += plugin.FLAGS
     elif overrides := config_overrides(directory):
         settings["hf-overrides"] = json.dumps(overrides)
     if not has_gpu and not is_ours:
         # A prompt that is computed in parts rolls back its request's draws, which torch's CPU
         # generator cannot: the engine ends ("CPU Generator does not use offset").
         settings["max-num-batched-tokens"] = max(CPU_STEP_TOKENS, max_tokens)
-        flags += ["no-enable-chunked-prefill", "enforce-eager"]
+        settings |= {"no-enable-chunked-prefill": True, "enforce-eager": True}
         if has_latents(directory) and settings["dtype"] == "float32":
             settings["attention-backend"] = "CPU_MLA"  # the AMX kernel reads two-byte types alone
     if wanted := config.max_adapter_rank:
-        flags.append("enable-lora")
+        settings["enable-lora"] = True
         fitting = (rank for rank in LORA_RANKS if rank >= wanted)
         settings["max-lora-rank"] = min(fitting, default=wanted)
-    return [f"--{name}={value}" for name, value in settings.items()] + [f"--{f}" for f in flags]
+    return plugin.written(settings)
 
 
 class VllmServer:
@@ -140,16 +136,10 @@ class VllmServer:
 
     def _command(self, port: int, directory: Path) -> list[str]:
         config, context = self._config, self._context
-        arguments = [
-            *(f"--{name}={value}" for name, value in plugin.arguments_of("server").items()),
-            f"--port={port}",
-            "--enable-scale-out",  # the route that takes and gives ids
-            "--enable-prompt-tokens-details",  # how many were found in the cache
-            "--disable-uvicorn-access-log",
-        ]
+        arguments = plugin.arguments_of("server") | {"port": port}
         if not self._has_gpu and config.tensor_parallel == 1:
             # Runs in the engine's process: no other process to start and to send steps to.
-            arguments.append("--distributed-executor-backend=uni")
+            arguments["distributed-executor-backend"] = "uni"
         return [
             self._python,
             "-m",
@@ -162,7 +152,7 @@ class VllmServer:
                 max_tokens=context.max_tokens,
                 is_ours=self._is_ours,
             ),
-            *arguments,
+            *plugin.written(arguments),
             *config.args,
         ]
 
