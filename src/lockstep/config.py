@@ -397,18 +397,41 @@ ABOVE_0 = Interval("(0, inf)")
 FINITE = Interval("(-inf, inf)")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Form:
+    """The form of a setting's text, or of each of its texts, in its annotation.
+
+    >>> @dataclasses.dataclass(frozen=True, kw_only=True)
+    ... class Program(Checked):
+    ...     args: typing.Annotated[tuple[str, ...], Form("--.+", "--NAME=VALUE each")] = ()
+    >>> Program(args=("--seed=1", "fast"))
+    Traceback (most recent call last):
+    lockstep.errors.SettingError: Program.args=('--seed=1', 'fast') must be --NAME=VALUE each.
+    """
+
+    pattern: str
+    """A regular expression of the whole text."""
+    text: str
+    """The form in words."""
+
+    def expected(self, value: str | tuple[str, ...]) -> str:
+        """Describes the form if a text has another; else empty."""
+        texts, form = (value,) if isinstance(value, str) else value, re.compile(self.pattern, re.S)
+        return "" if all(map(form.fullmatch, texts)) else self.text
+
+
 class Checked:
-    """Base of settings with bounds: checks each field that is annotated with an Interval or a
-    Literal, and `CONFLICTS`, however the object is made."""
+    """Base of settings with bounds: checks each field that is annotated with an Interval, a Form or
+    a Literal, and `CONFLICTS`, however the object is made."""
 
     CONFLICTS: ClassVar[Mapping[str, str]] = {}
     """Settings of the class that exclude each other: `conflicts_in`."""
 
     def __post_init__(self) -> None:
-        intervals, choices = _limits(type(self))
-        for name, interval in intervals.items():
+        limits, choices = _limits(type(self))
+        for name, limit in limits.items():
             value = getattr(self, name)
-            if value is not None and (expected := interval.expected(value)):
+            if value is not None and (expected := limit.expected(value)):
                 raise _setting_error(self, name, expected)
         for name, annotation in choices.items():
             _value(annotation, getattr(self, name), f"{type(self).__name__}.{name}")
@@ -803,19 +826,19 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 @cache
-def _limits(cls: type) -> tuple[dict[str, Interval], dict[str, Any]]:
-    """(field -> its Interval, field -> its annotation with a Literal). A field that a subclass
-    declares again keeps its Interval."""
-    intervals: dict[str, Interval] = {}
+def _limits(cls: type) -> tuple[dict[str, Interval | Form], dict[str, Any]]:
+    """(field -> its Interval or Form, field -> its annotation with a Literal). A field that a
+    subclass declares again keeps its Interval or Form."""
+    limits: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         for name, annotation in typing.get_type_hints(base, include_extras=True).items():
             for part in typing.get_args(annotation):
-                if isinstance(part, Interval):
-                    intervals[name] = part
+                if isinstance(part, Interval | Form):
+                    limits[name] = part
     choices = {
         name: _hints(cls)[name] for name in _field_names(cls) if _has_literal(_hints(cls)[name])
     }
-    return intervals, choices
+    return limits, choices
 
 
 def _has_literal(annotation: Any) -> bool:

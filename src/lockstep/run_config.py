@@ -19,6 +19,7 @@ from lockstep.config import (
     ABOVE_0,
     FINITE,
     Checked,
+    Form,
     Interval,
     at_least,
     check_conflicts,
@@ -146,7 +147,7 @@ class ModelChoice(Checked):
     EXCLUSIVE: ClassVar = CONFLICTS["any"]
     """Settings that exclude each other: `lockstep.config.conflicts_in`."""
 
-    name: str = "run"
+    name: Annotated[str, Form("[^/]+", "usable as part of a directory name")] = "run"
     """Names the run directory: runs/NAME-TIMESTAMP."""
     model: str = "tiny-gpt-oss"
     """A shipped model, a checkpoint directory in Hugging Face's form, or ORGANISATION/NAME."""
@@ -199,8 +200,6 @@ class ModelChoice(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_name = bool(self.name) and "/" not in self.name
-        require(self, name=(is_name, "usable as part of a directory name"))
         check_conflicts(self, self.EXCLUSIVE)
 
 

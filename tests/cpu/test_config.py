@@ -9,6 +9,7 @@ import pytest
 from quickstarts import quickstart_with
 
 from lockstep import config as C
+from lockstep.agent.judge import JudgeScorer
 from lockstep.cli import COMMANDS, main
 from lockstep.config import choices, flatten, to_dict
 from lockstep.correction.config import Correction
@@ -308,7 +309,7 @@ OF_TABLE |= dict.fromkeys(("tinker", "both_apis"), ServeConfig)
 RULES = [
     (OF_TABLE.get(table, Config), rule) for table, rules in CONFLICTS.items() for rule in rules
 ]
-for kind in (EmbeddedEngine, VllmConfig, TrainerConfig):
+for kind in (EmbeddedEngine, VllmConfig, TrainerConfig, JudgeScorer):
     RULES += [(kind, rule) for rule in kind.CONFLICTS]
 
 

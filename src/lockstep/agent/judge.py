@@ -23,7 +23,7 @@ from typing import Annotated, Any, ClassVar
 
 from lockstep.agent.environment import Score
 from lockstep.agent.scoring import Scored, ScorerConfig, accepted_answers
-from lockstep.config import ABOVE_0, at_least, require
+from lockstep.config import ABOVE_0, Form, at_least
 from lockstep.engines.http import HttpClient
 from lockstep.errors import ConfigError, EngineError, JudgeError, ServerRefusedError
 from lockstep.tables import tables_beside
@@ -37,9 +37,9 @@ MAX_CHARS = 20_000
 to the judge."""
 FIELDS = ("rubric", "question", "answer", "reference", "dialogue", "low", "high")
 
-_TEXTS = tables_beside(__file__)
-PROMPT: str = _TEXTS["prompt"]
-PROTOCOL: str = _TEXTS["protocol"]
+_TABLES = tables_beside(__file__)
+PROMPT: str = _TABLES["prompt"]
+PROTOCOL: str = _TABLES["protocol"]
 CONTROL = re.compile(
     r"(?:<\|[^<>|\s]{1,40}\|>|<\uff5c[^<>]{1,60}\uff5c>|</?s>|</?think>|\[/?INST\]"
     r"|<(?:bos|eos|pad|unk|start_of_turn|end_of_turn)>)"
@@ -54,8 +54,9 @@ class JudgeScorer(ScorerConfig):
     """A model grades the answer; the reward is its grade, from 0 to 1. Needs the extra `http`."""
 
     TAG: ClassVar[str] = "judge"
+    CONFLICTS = _TABLES["conflicts"]
 
-    url: str = ""
+    url: Annotated[str, Form("(https?://.*)?", "http://... or https://...")] = ""
     """URL of the server, up to and with /v1."""
     model: str = ""
     """Name of the model at the server."""
@@ -81,14 +82,6 @@ class JudgeScorer(ScorerConfig):
     """Seconds before the first retry; each pause after it is twice as long, up to 30 s."""
     max_in_flight: Annotated[int, at_least(1)] = 32
     """Gradings that run at the same time."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self,
-            temperature=(self.samples == 1 or self.temperature > 0, "above 0 with samples > 1"),
-            url=(bool(re.match(r"(https?://|$)", self.url)), "http://... or https://..."),
-        )
 
     def check(self) -> None:
         """Asks the server which models it has."""

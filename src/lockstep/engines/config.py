@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, ClassVar, Literal
 
-from lockstep.config import ABOVE_0, Checked, Interval, at_least, conflicts_in
+from lockstep.config import ABOVE_0, Checked, Form, Interval, at_least, conflicts_in
 from lockstep.errors import ConfigError
 from lockstep.launch.config import share_of
 from lockstep.tables import tables_beside
@@ -22,6 +22,7 @@ and workspaces of libraries. A guess until measured."""
 
 _CONFLICTS: dict[str, dict[str, str]] = tables_beside(__file__)
 SampleDtype = Literal["same", "float32", "bfloat16", "float16"]
+_URL = Form("https?://.*[^/]", "http://HOST:PORT each, without a path or a slash at its end")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +226,7 @@ class ServedConfig(EngineConfig):
 
     IS_BASE: ClassVar[bool] = True
 
-    urls: tuple[str, ...] = ()
+    urls: Annotated[tuple[str, ...], _URL] = ()
     """Addresses of servers, as http://HOST:PORT, one for each replica."""
     start_seconds: Annotated[float, ABOVE_0] = 600.0
     """Longest wait for the first answer of a server."""
@@ -242,12 +243,6 @@ class ServedConfig(EngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for url in self.urls:
-            if not url.startswith(("http://", "https://")) or url.endswith("/"):
-                raise ConfigError(
-                    f"engine.urls: {url!r} must read http://HOST:PORT, without a path or a slash "
-                    "at its end."
-                )
         if len(set(self.urls)) < len(self.urls):
             raise ConfigError("engine.urls names a server twice: each is one replica.")
 
@@ -315,9 +310,9 @@ class VllmConfig(ServedConfig):
     max_adapter_rank: Annotated[int, at_least(0)] = 0
     """Load the weights of a run with lora as an adapter of at most this rank; 0 loads them merged
     into the model."""
-    args: tuple[str, ...] = ()
+    args: Annotated[tuple[str, ...], Form("--.*", "--NAME or --NAME=VALUE each")] = ()
     """Further arguments of vLLM, as --NAME=VALUE."""
-    env: tuple[str, ...] = ()
+    env: Annotated[tuple[str, ...], Form(r"[^\W\d]\w*=.*", "NAME=VALUE each")] = ()
     """Environment variables of the engine's processes, as NAME=VALUE."""
 
     def __post_init__(self) -> None:
@@ -326,12 +321,6 @@ class VllmConfig(ServedConfig):
             self._check_attached()
         if self.decoder == "lockstep" and (reason := self.why_no_decoder):
             raise ConfigError(f"engine.decoder=lockstep: {reason}, or set engine.decoder=vllm.")
-        for value in self.args:
-            if not value.startswith("--"):
-                raise ConfigError(f"engine.args: {value!r} must read --NAME or --NAME=VALUE.")
-        for value in self.env:
-            if not value.partition("=")[0].isidentifier() or "=" not in value:
-                raise ConfigError(f"engine.env: {value!r} must read NAME=VALUE.")
 
     @property
     def num_workers(self) -> int:

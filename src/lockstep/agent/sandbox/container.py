@@ -14,12 +14,14 @@ from typing import Annotated, ClassVar
 
 from lockstep.agent.sandbox.process import Launch, _ProcessConfig, inside_arguments, said_by
 from lockstep.children import own_variables
-from lockstep.config import ABOVE_0
+from lockstep.config import ABOVE_0, Form
 from lockstep.errors import ConfigError
 
 NOBODY = 65534
 RUNTIME_PROCESSES = 16
 """Processes that starting a container takes, on top of the program's."""
+
+_NAME = Form("[^-].*", "a name, and no option")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,22 +31,15 @@ class ContainerConfig(_ProcessConfig):
 
     TAG: ClassVar[str] = "container"
 
-    command: str = "docker"
+    command: Annotated[str, _NAME] = "docker"
     """Path or name of docker or podman."""
-    image: str = "python:3.12-slim"
+    image: Annotated[str, _NAME] = "python:3.12-slim"
     """Image with a `python3`. It must be on this machine: a run downloads nothing."""
     cpus: Annotated[float, ABOVE_0] = 1.0
     """Processors that one program may use."""
-    runtime: str = ""
+    runtime: Annotated[str, Form("([^-].*)?", "a name, and no option")] = ""
     """Runtime of the engine, e.g. "runsc" (gVisor), which has a kernel of its own. Empty: the
     engine's default."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("command", "image", "runtime"):
-            value = getattr(self, name)
-            if value.startswith("-") or (not value and name != "runtime"):
-                raise ConfigError(f"sandbox.{name}={value!r} must be a name, and no option.")
 
     def prepare(self) -> Callable[[], Launch]:
         require_image(self.command, self.image)
