@@ -283,8 +283,9 @@ def test_what_the_draws_do_not_know_is_refused(engine):
     for settings in ({"min_p": 0.1}, {"logprobs": 3}, {"prompt_logprobs": 2}):
         with pytest.raises(ValueError, match="Leave it out"):
             DrawSettings.validate_params(VllmSampling(**settings))
-    with pytest.raises(EngineError, match="min_p"):
-        engine.wire._add(request_of(9, [5]), VllmSampling(min_p=0.1))
+    asked = request_of(9, [5]), VllmSampling(min_p=0.1)
+    with pytest.raises(EngineError, match="min_p"), engine.wire._calling(*asked):
+        pass
 
 
 def test_vllms_own_model_differs_and_says_nothing_of_its_numerics(first, model):
