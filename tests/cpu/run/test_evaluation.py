@@ -94,5 +94,5 @@ class _TwoSeats(TaskConfig):
 
 
 def test_a_set_has_no_seats():
-    with pytest.raises(ConfigError, match="played from the seats first, second"):
+    with pytest.raises(ConfigError, match="SEATS=first,second: only the task that is trained"):
         EvaluationSet(task=_TwoSeats())
