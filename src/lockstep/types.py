@@ -651,6 +651,11 @@ class Segment:
     def __len__(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def ends_turn(self) -> bool:
+        """True if a sampled turn ends with it; new weights only interrupt one."""
+        return self.is_sampled and self.finish_reason != "weight_update"
+
 
 class SampledFacts(TypedDict, total=False):
     """Fields of a sampled `Segment` that `Trajectory.record` stores as they are."""
@@ -1004,7 +1009,7 @@ class Trajectory:
 
     @property
     def num_turns(self) -> int:
-        return sum(s.is_sampled and s.finish_reason != "weight_update" for s in self.segments)
+        return sum(s.ends_turn for s in self.segments)
 
     def row(self, leaf: int, *, owned: set[int] | None = None) -> Sample:
         """The path to `leaf` as a training row.
@@ -1071,13 +1076,6 @@ class Trajectory:
         if parent is not None and not 0 <= parent < len(self.segments):
             raise TokenError(f"{where}: there are only {len(self.segments)} segments.")
         return where
-
-    def _turn_after(self, parent: int | None) -> int:
-        if parent is None:
-            return 0
-        above = self.segments[parent]
-        ends_turn = above.is_sampled and above.finish_reason != "weight_update"
-        return above.turn + ends_turn
 
     def _check_prompt(
         self, where: str, parent: int, prompt_ids: Sequence[int] | npt.NDArray[Any]
@@ -1159,7 +1157,9 @@ class Trajectory:
         self, parent: int | None, ids: Int32Array, messages: Sequence[Message], **fields: Any
     ) -> int:
         """Adds a segment with these other fields. Returns its index."""
-        where, turn, said = self._next(parent), self._turn_after(parent), tuple(messages)
+        where, said = self._next(parent), tuple(messages)
+        above = None if parent is None else self.segments[parent]
+        turn = 0 if above is None else above.turn + above.ends_turn
         segment = Segment(parent=parent, token_ids=ids, turn=turn, messages=said, **fields)
         if segment.is_sampled and parent is None:
             raise TokenError(f"{where}: a sampled segment needs a prompt before it.")
