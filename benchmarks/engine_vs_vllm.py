@@ -94,8 +94,7 @@ def vllm(directory: Path, dtype: str, *, is_ours: bool) -> Generate:
         plugin.register()
         os.environ |= plugin.environment_of("decoder")
         arguments = plugin.arguments_of("decoder")
-        named = {name: text for name, text in arguments.items() if text is not True}
-        settings = {name.replace("-", "_"): text for name, text in named.items()}
+        settings = {k.replace("-", "_"): v for k, v in arguments.items() if v is not True}
         settings["hf_overrides"] = json.loads(settings["hf_overrides"])
         settings["logits_processors"] = [settings["logits_processors"]]
         settings["async_scheduling"] = False

@@ -431,8 +431,8 @@ class Checked:
         limits, choices = _limits(type(self))
         for name, limit in limits.items():
             value = getattr(self, name)
-            if value is not None and (expected := limit.expected(value)):
-                raise _setting_error(self, name, expected)
+            expected = "" if value is None else limit.expected(value)
+            require(self, **{name: (not expected, expected)})
         for name, annotation in choices.items():
             _value(annotation, getattr(self, name), f"{type(self).__name__}.{name}")
         for problem in conflicts_in(self, self.CONFLICTS, at=f"{type(self).__name__}."):
@@ -444,12 +444,8 @@ def require(config: Any, **rules: tuple[bool, str]) -> None:
     holds, the text of the rule)."""
     for name, (holds, expected) in rules.items():
         if not holds:
-            raise _setting_error(config, name, expected)
-
-
-def _setting_error(config: Any, name: str, expected: str) -> SettingError:
-    value = getattr(config, name)
-    return SettingError(f"{_class(config).__name__}.{name}={value!r} must be {expected}.")
+            value = getattr(config, name)
+            raise SettingError(f"{_class(config).__name__}.{name}={value!r} must be {expected}.")
 
 
 _CONDITION = re.compile(r"([\w.]+?)(?:(=|!=|>=|>|\.\*)([\w.-]*))?")
