@@ -153,7 +153,9 @@ def test_messages_with_images_are_left_out_with_the_reason(tmp_path):
 
 
 def test_a_dialogue_without_ids_is_not_taken_for_one_with_them(tmp_path):
-    path = save(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "hi"}]})
+    failed = {"messages": [{"role": "user", "content": "hi"}]}
+    path = save(tmp_path / "a.jsonl", failed)
     assert not ChatDump.recognises(path)
     with pytest.raises(DataError, match="no row of the format chat"):
         open_dump(path, format="chat")
+    assert rows_of(tmp_path, failed, dialogue([5, 6, 10, 11, 20])).row_ids == ("1",)
