@@ -31,6 +31,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, time
 from functools import cache
 from itertools import pairwise
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -398,14 +399,19 @@ FINITE = Interval("(-inf, inf)")
 
 
 class Checked:
-    """Base of settings with bounds: checks each field that is annotated with an Interval or a
-    Literal, and `CONFLICTS`, however the object is made."""
+    """Base of settings with bounds: checks each field that is annotated with an Interval, a Literal
+    or a tuple, and `CONFLICTS`, however the object is made."""
 
     CONFLICTS: ClassVar[Mapping[str, str]] = {}
     """Settings of the class that exclude each other: `conflicts_in`."""
 
     def __post_init__(self) -> None:
-        intervals, choices = _limits(type(self))
+        intervals, choices, tuples = _limits(type(self))
+        for name, (size, kind, text) in tuples.items():
+            value = cast(Sequence[Any] | None, getattr(self, name))
+            is_tuple = isinstance(value, tuple | list) and size in (0, len(value))
+            if value is not None and not (is_tuple and all(isinstance(x, kind) for x in value)):
+                raise _setting_error(self, name, text)
         for name, interval in intervals.items():
             value = getattr(self, name)
             if value is not None and (expected := interval.expected(value)):
@@ -542,13 +548,11 @@ def tag(cls: type) -> str:
 
 def choices(annotation: Any) -> dict[str, type]:
     """tag -> class of a choice; empty if the annotation leaves none."""
-    members = _union(annotation)
-    classes = [m for m in members if dataclasses.is_dataclass(m)]
+    classes = [m for m in _union(annotation) if dataclasses.is_dataclass(m)]
     if len(classes) > 1:
         return {tag(cast(type, c)): cast(type, c) for c in classes}
     if len(classes) == 1:
-        kinds = _subclasses(cast(type, classes[0]))
-        return {tag(c): c for c in kinds}
+        return {tag(c): c for c in _subclasses(cast(type, classes[0]))}
     return {}
 
 
@@ -807,9 +811,10 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 @cache
-def _limits(cls: type) -> tuple[dict[str, Interval], dict[str, Any]]:
-    """(field -> its Interval, field -> its annotation with a Literal). A field that a subclass
-    declares again keeps its Interval."""
+def _limits(cls: type) -> tuple[dict[str, Interval], dict[str, Any], dict[str, Any]]:
+    """(field -> its Interval, field -> its annotation with a Literal, field of a tuple -> its
+    length, or 0 for any, the class of its values and its annotation in words). A field that a
+    subclass declares again keeps its Interval."""
     intervals: dict[str, Interval] = {}
     for base in reversed(cls.__mro__):
         for name, annotation in typing.get_type_hints(base, include_extras=True).items():
@@ -819,7 +824,15 @@ def _limits(cls: type) -> tuple[dict[str, Interval], dict[str, Any]]:
     choices = {
         name: _hints(cls)[name] for name in _field_names(cls) if _has_literal(_hints(cls)[name])
     }
-    return intervals, choices
+    tuples: dict[str, Any] = {}
+    for name in _field_names(cls):
+        for member in _union(_hints(cls)[name]):
+            if typing.get_origin(member) is tuple and name not in choices:
+                kind, *rest = typing.get_args(member)
+                kind = {float: Real, int: Integral}.get(kind, kind)
+                kind = kind if isinstance(kind, type) else object
+                tuples[name] = 0 if rest == [...] else 1 + len(rest), kind, f"a {_name(member)}"
+    return intervals, choices, tuples
 
 
 def _has_literal(annotation: Any) -> bool:

@@ -230,8 +230,7 @@ def _make_plain(owner: object, where: str, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
         if not isinstance(value, str):
-            found = type(value).__name__
-            raise DataError(f"{where} {name} must be text, found {found}.")
+            raise DataError(f"{where} {name} must be text, found {type(value).__name__}.")
         object.__setattr__(owner, name, str.__str__(value))
 
 
@@ -1076,8 +1075,7 @@ class Trajectory:
         if parent is None:
             return 0
         above = self.segments[parent]
-        ends_turn = above.is_sampled and above.finish_reason != "weight_update"
-        return above.turn + ends_turn
+        return above.turn + (above.is_sampled and above.finish_reason != "weight_update")
 
     def _check_prompt(
         self, where: str, parent: int, prompt_ids: Sequence[int] | npt.NDArray[Any]

@@ -96,8 +96,7 @@ class Diagnosis:
         """True if numerics cannot explain the remaining gap, or the run's metrics show one."""
         if self.only:
             return False
-        left = self.examination.after.total
-        too_large = bool(left.tokens) and not self.examination.is_numeric
+        too_large = bool(self.examination.after.total.tokens) and not self.examination.is_numeric
         return too_large or (not self.causes and self.alarm > CRITICAL_LIMIT)
 
     @property
@@ -256,8 +255,7 @@ class Diagnosis:
 
     def command_for(self, finding: Finding) -> str:
         """The command that runs this check alone."""
-        words = ["lockstep", "doctor", self.name, *self.options, "--only", finding.check]
-        return shlex.join(words)
+        return shlex.join(["lockstep", "doctor", self.name, *self.options, "--only", finding.check])
 
     def missing_for(self, finding: Finding) -> list[str]:
         """The data that a check lacks, each with how to get it."""

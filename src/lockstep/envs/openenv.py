@@ -133,8 +133,7 @@ class OpenEnvEnvironment(Environment):
         self._socket: Any = None
 
     async def reset(self) -> Sequence[Message]:
-        sent = {**self.config.reset, "seed": self.task.payload["seed"]}
-        first = await self._opened(sent)
+        first = await self._opened({**self.config.reset, "seed": self.task.payload["seed"]})
         if first.get("done"):
             raise ToolServerError(f"{self.config.url}: the episode is over before its first step.")
         return self.config.asked(self._text(first))

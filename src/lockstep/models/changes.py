@@ -54,8 +54,7 @@ class Change:
 
 def changes(model: Decoder | FallbackModel) -> Iterator[Change]:
     """Every change that may make a difference in this model, by rank within a kind."""
-    inner = model if isinstance(model, Decoder) else model.inner
-    yield from _sinks(inner)
+    yield from _sinks(model if isinstance(model, Decoder) else model.inner)
     yield from _windows(model)
     for text, made in (_decoder_ropes if isinstance(model, Decoder) else _fallback_ropes)(model):
         yield Change(kind="rope", text=text, made=made)
@@ -148,8 +147,7 @@ def _decoder_ropes(model: Any) -> Iterator[tuple[str, Made]]:
 
 
 def _fallback_ropes(model: Any) -> Iterator[tuple[str, Made]]:
-    config = model.inner.config
-    parameters = getattr(config, "rope_parameters", None)
+    parameters = getattr(model.inner.config, "rope_parameters", None)
     if not parameters:
         return
     is_by_kind = all(isinstance(v, dict | None) for v in parameters.values())

@@ -90,8 +90,7 @@ def prove(model: Any, *, ops: Ops | None = None) -> Proof:
     were.
     """
     began = time.perf_counter()
-    weight = model.head
-    dtype = str(weight.dtype).removeprefix("torch.")
+    dtype = str(model.head.dtype).removeprefix("torch.")
     if dtype not in COVERED_DTYPES:
         failure = f"dtype {dtype} is not covered; covered are {', '.join(COVERED_DTYPES)}"
         return Proof(ops=Ops(), failure=failure, num_checks=0, seconds=0.0)

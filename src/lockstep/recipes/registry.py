@@ -55,6 +55,5 @@ def find_supervised_recipe(name: str) -> SupervisedConfig:
     """The config of a supervised recipe. Raises ConfigError with the nearest name."""
     if name not in SUPERVISED_RECIPES:
         hint = did_you_mean(name, SUPERVISED_RECIPES)
-        text = f"no supervised recipe is called {name!r}.{hint}"
-        raise ConfigError(text)
+        raise ConfigError(f"no supervised recipe is called {name!r}.{hint}")
     return SUPERVISED_RECIPES[name]()

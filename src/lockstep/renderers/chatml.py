@@ -169,8 +169,7 @@ class ChatMLRenderer(ShapeReader, TurnRenderer):
                 case "system" | "developer":
                     pieces += [self._start, f"system\n{message.content}", self._end, "\n"]
                 case "assistant":
-                    is_last = at + 1 == len(messages)
-                    body = self._history_pieces(message, at > last_query, is_last)
+                    body = self._history_pieces(message, at > last_query, at + 1 == len(messages))
                     pieces += [self._start, "assistant\n", *body, self._end, "\n"]
         return pieces
 

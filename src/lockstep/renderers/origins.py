@@ -209,8 +209,7 @@ def rendered_anew(
         prompt = renderer.render(history, tools)
         begins.append(len(prompt))
         history.append(written(turn))
-    last = turns[-1].token_ids
-    ids = np.concatenate([np.asarray(prompt, np.int32), last])
+    ids = np.concatenate([np.asarray(prompt, np.int32), turns[-1].token_ids])
     mask = np.zeros(len(ids), np.bool_)
     logprobs = np.full(len(ids), np.nan, np.float32)
     number = np.full(len(ids), -1, np.int32)

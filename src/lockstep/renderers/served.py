@@ -57,8 +57,7 @@ def write_template(
                 reader = replace(served, template="")
         template = JinjaRenderer(tokenizer, served)
         calls = has_tools(trained if isinstance(trained, JinjaRenderer) else template)
-        is_declared = config.tools_in_prompt
-        _, found = compare(trained, template, has_tools=calls, is_declared=is_declared)
+        _, found = compare(trained, template, has_tools=calls, is_declared=config.tools_in_prompt)
     except LockstepError as error:
         found = str(error)
     if found:

@@ -106,8 +106,7 @@ class Follower:
                     f"the engine's log-probs follow {slope:.2f} of the trainer's change {what} "
                     "(1 is all of it)"
                 )
-        limit = max(GAP_GROWTH * self._usual_gap, LEAST_GAP)
-        if gap > limit:
+        if gap > max(GAP_GROWTH * self._usual_gap, LEAST_GAP):
             return (
                 f"engine and trainer are {gap:.2g} nats apart on the probe, {self._usual_gap:.2g} "
                 "at the first load"

@@ -223,8 +223,7 @@ def splice_reply(
             thought, sampled, altered = sampled[:size], rest, renderer.without_thinking(altered)
     head, tail = common_ends(renderer.tokenizer, sampled, altered)
     new = altered[head[1] : len(altered) - tail[1]]
-    kept = sampled[len(sampled) - tail[0] :]
-    return [*thought, *sampled[: head[0]], *new, *kept], len(new)
+    return [*thought, *sampled[: head[0]], *new, *sampled[len(sampled) - tail[0] :]], len(new)
 
 
 def common_ends(

@@ -222,8 +222,7 @@ class Worker:
 
     def _text(self) -> str:
         """Text that the program printed."""
-        printed = bytes(self._printed).partition(b"\0END " + self._mark)[0]
-        return printed.decode("utf-8", "replace")
+        return bytes(self._printed).partition(b"\0END " + self._mark)[0].decode("utf-8", "replace")
 
     async def end(self) -> None:
         """Kills it with everything that it started. Returns when it is gone."""

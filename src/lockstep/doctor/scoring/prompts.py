@@ -436,8 +436,7 @@ def opening_of(renderer: Renderer) -> tuple[int, ...]:
     Raises RendererError for a template that refuses two users' messages.
     """
     stop = [renderer.stop_ids[0]]
-    user = [Message(role="user", content="a")]
-    first = renderer.render(user)
+    first = renderer.render([Message(role="user", content="a")])
     then = renderer.extend(stop, [Message(role="user", content="b")])
     shared = first[len(first) - first_difference(first[::-1], then[::-1]) :]
     # The close of the user's message is shared too. A turn that follows another one directly has

@@ -386,8 +386,7 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         numbers = self._rows.adapters[: self._rows.num]
         if self._graphs is None or not numbers.any():
             return self._graphs
-        can_be_captured = self._stacks.can_be_captured(self._model, numbers)
-        return self._adapted_graphs if can_be_captured else None
+        return self._adapted_graphs if self._stacks.can_be_captured(self._model, numbers) else None
 
     def _launch_ahead(self, draws: PendingDraws, places: np.ndarray) -> PendingDraws | None:
         """Begins the step after `draws`; `places` has the index of each row's draw. None if the

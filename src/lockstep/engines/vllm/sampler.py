@@ -136,8 +136,7 @@ class ExactSampler(Sampler):
                 self.support = [support.get(at, none) for at in range(len(rows))]
             tensors = None
             if sampling_metadata.max_num_logprobs is not None:
-                chosen = logits.gather(1, ids[:, None])
-                ranks = (logits >= chosen).sum(1)
+                ranks = (logits >= logits.gather(1, ids[:, None])).sum(1)
                 tensors = LogprobsTensors(ids[:, None].int(), logprobs[:, None], ranks)
         return SamplerOutput(sampled_token_ids=ids[:, None].int(), logprobs_tensors=tensors)
 

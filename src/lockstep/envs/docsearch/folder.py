@@ -293,8 +293,7 @@ def normalise(answer: str) -> str:
     text = unicodedata.normalize("NFKC", answer).lower()
     words = [re.sub(r"(?<=\d),(?=\d)", "", word) for word in _ANSWER_WORD.findall(text)]
     last = len(words) - 1  # an "A" at the end is no article
-    kept = [w for at, w in enumerate(words) if at == last or w not in ("a", "an", "the")]
-    return " ".join(kept)
+    return " ".join(w for at, w in enumerate(words) if at == last or w not in ("a", "an", "the"))
 
 
 def is_correct(answer: str, accepted: Sequence[str]) -> bool:

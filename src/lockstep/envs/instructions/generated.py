@@ -57,8 +57,7 @@ class PromptWorld:
     ) -> list[dict[str, Any]]:
         """The turns of one task, as in its payload. Each turn after the first adds an instruction
         and asks for the text again."""
-        count = rng.randint(*num_instructions) + num_turns - 1
-        kinds = self._choose(rng, count)
+        kinds = self._choose(rng, rng.randint(*num_instructions) + num_turns - 1)
         # Words of their own for each instruction: what one demands, another cannot forbid.
         words = rng.sample(self.words, len(self.words))
         request = "Write."

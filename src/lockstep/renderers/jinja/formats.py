@@ -112,8 +112,7 @@ def _json_span(text: str, at: int, call: ToolCall) -> _Span | None:
         keys = [key for key, value in fields.items() if value == arguments]
         if fields.get("name") == call.name and keys:
             others = tuple(key for key in fields if key not in ("name", keys[0]))
-            made = CallFormat(kind="json", arguments_key=keys[0], other_keys=others)
-            return begin, end, made
+            return begin, end, CallFormat(kind="json", arguments_key=keys[0], other_keys=others)
     return None
 
 
@@ -125,8 +124,7 @@ def _fields_span(text: str, at: int, call: ToolCall) -> _Span | None:
     found, end = _object(text, from_)
     if found != json.loads(call.arguments):
         return None
-    between = text[begin + len(call.name) : from_]
-    return begin, end, CallFormat(kind="fields", between=between)
+    return begin, end, CallFormat(kind="fields", between=text[begin + len(call.name) : from_])
 
 
 def _object(text: str, begin: int) -> tuple[dict[str, Any], int]:
