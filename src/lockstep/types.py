@@ -230,7 +230,8 @@ def _make_plain(owner: object, where: str, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
         if not isinstance(value, str):
-            raise DataError(f"{where} {name} must be text, found {type(value).__name__}.")
+            found = type(value).__name__
+            raise DataError(f"{where} {name} must be text, found {found}.")
         object.__setattr__(owner, name, str.__str__(value))
 
 
@@ -1075,7 +1076,8 @@ class Trajectory:
         if parent is None:
             return 0
         above = self.segments[parent]
-        return above.turn + (above.is_sampled and above.finish_reason != "weight_update")
+        ends_turn = above.is_sampled and above.finish_reason != "weight_update"
+        return above.turn + ends_turn
 
     def _check_prompt(
         self, where: str, parent: int, prompt_ids: Sequence[int] | npt.NDArray[Any]

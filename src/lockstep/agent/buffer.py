@@ -47,7 +47,8 @@ def deal_tasks(tasks: Sequence[Task], num_ranks: int) -> list[list[int]]:
     owner: dict[str, int] = {}
     out: list[list[int]] = [[] for _ in range(num_ranks)]
     for index, task in enumerate(tasks):
-        out[owner.setdefault(task.id, len(owner) % num_ranks)].append(index)
+        rank = owner.setdefault(task.id, len(owner) % num_ranks)
+        out[rank].append(index)
     return out
 
 

@@ -294,7 +294,8 @@ def checked_score(found: Any, *, num_turns: int) -> Score:
             raise Unusable(f"{text}; the episode has turns 0 to {num_turns - 1}")
         turn_rewards[int(turn)] = checked_number(reward, f"turn_rewards[{turn}]")
     reward = checked_number(found.reward, "reward")
-    return Score(reward=reward, parts=checked_parts(found.parts), turn_rewards=turn_rewards)
+    parts = checked_parts(found.parts)
+    return Score(reward=reward, parts=parts, turn_rewards=turn_rewards)
 
 
 def _listed(found: Any, what: str) -> Sequence[Any]:

@@ -96,7 +96,8 @@ class Diagnosis:
         """True if numerics cannot explain the remaining gap, or the run's metrics show one."""
         if self.only:
             return False
-        too_large = bool(self.examination.after.total.tokens) and not self.examination.is_numeric
+        left = self.examination.after.total
+        too_large = bool(left.tokens) and not self.examination.is_numeric
         return too_large or (not self.causes and self.alarm > CRITICAL_LIMIT)
 
     @property
@@ -255,7 +256,8 @@ class Diagnosis:
 
     def command_for(self, finding: Finding) -> str:
         """The command that runs this check alone."""
-        return shlex.join(["lockstep", "doctor", self.name, *self.options, "--only", finding.check])
+        words = ["lockstep", "doctor", self.name, *self.options, "--only", finding.check]
+        return shlex.join(words)
 
     def missing_for(self, finding: Finding) -> list[str]:
         """The data that a check lacks, each with how to get it."""

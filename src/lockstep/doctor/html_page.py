@@ -122,7 +122,8 @@ def row_document(
     each sampled or observed. `begin` is the place of a segment's first token in its row. Of a row
     with more than MAX_ROW_TOKENS tokens, those around the evidence, or the worst one.
     """
-    apart = np.flatnonzero(np.abs(rows.gap) > DIVERGENCE)
+    gap = np.abs(rows.gap)
+    apart = np.flatnonzero(gap > DIVERGENCE)
     first, last = _window(rows, evidence)
     spans = _segments(rows, first, last)
 

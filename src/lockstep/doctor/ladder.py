@@ -157,7 +157,8 @@ def climb(
             "at a run of it."
         )
     config = replace(config, parallel=ParallelConfig())  # both sides in this process
-    parts = build(config, preflight(config, is_training=False), weights=weights, is_training=False)
+    model_files = preflight(config, is_training=False)
+    parts = build(config, model_files, weights=weights, is_training=False)
     climber = _Climber(config, parts, tasks)
     return Ladder(rungs=play_over(config, parts, lambda *_: climber.rungs()))
 

@@ -136,7 +136,8 @@ def render(
     else:
         given = [one.to_dict() if isinstance(one, Message) else one for one in messages]
         dialogue = read_messages(given, where="messages")
-        schemas = read_tools([] if isinstance(tools, (str, Path)) else tools)
+        listed = [] if isinstance(tools, (str, Path)) else tools
+        schemas = read_tools(listed)
     made, why = find_renderer(model, renderer=renderer)
     return Rendered(trace(made, dialogue, schemas), made, model, why)
 

@@ -64,7 +64,8 @@ class SGLangWire(HttpWire):
                 "--enable-deterministic-inference, and engine.deterministic=true wants it. Start "
                 "it with the flag, or leave the setting."
             )
-        self.check_model(client.call_now("/model_info"), ("model_type", "architectures"))
+        found = client.call_now("/model_info")
+        self.check_model(found, ("model_type", "architectures"))
         self._model = getattr(context.model, "config", None)
         is_moe = bool(getattr(self._model, "is_moe", False))  # transformers' models have their own
         self._sends_increments = bool(info.get("incremental_streaming_output"))

@@ -56,7 +56,8 @@ class FileTasks(HeldOutTasks):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, eval_path=(bool(self.path) or not self.eval_path, "given with path"))
+        is_given = bool(self.path) or not self.eval_path
+        require(self, eval_path=(is_given, "given with path"))
 
     def check(self) -> None:
         if self.path or not self._make:

@@ -133,7 +133,8 @@ class OpenEnvEnvironment(Environment):
         self._socket: Any = None
 
     async def reset(self) -> Sequence[Message]:
-        first = await self._opened({**self.config.reset, "seed": self.task.payload["seed"]})
+        sent = {**self.config.reset, "seed": self.task.payload["seed"]}
+        first = await self._opened(sent)
         if first.get("done"):
             raise ToolServerError(f"{self.config.url}: the episode is over before its first step.")
         return self.config.asked(self._text(first))

@@ -34,7 +34,8 @@ class _ScoredTasks(AskedTasks, FileTasks):
     def dialogue_of(self, task: Task) -> list[Message]:
         """The messages before the first reply."""
         asked = task.payload.get("messages")
-        return self.asked(task.payload["question"] if asked is None else read_prompt(asked))
+        said = task.payload["question"] if asked is None else read_prompt(asked)
+        return self.asked(said)
 
     def check(self) -> None:
         self.scorer.check()

@@ -54,7 +54,8 @@ class Change:
 
 def changes(model: Decoder | FallbackModel) -> Iterator[Change]:
     """Every change that may make a difference in this model, by rank within a kind."""
-    yield from _sinks(model if isinstance(model, Decoder) else model.inner)
+    inner = model if isinstance(model, Decoder) else model.inner
+    yield from _sinks(inner)
     yield from _windows(model)
     for text, made in (_decoder_ropes if isinstance(model, Decoder) else _fallback_ropes)(model):
         yield Change(kind="rope", text=text, made=made)
@@ -147,7 +148,8 @@ def _decoder_ropes(model: Any) -> Iterator[tuple[str, Made]]:
 
 
 def _fallback_ropes(model: Any) -> Iterator[tuple[str, Made]]:
-    parameters = getattr(model.inner.config, "rope_parameters", None)
+    config = model.inner.config
+    parameters = getattr(config, "rope_parameters", None)
     if not parameters:
         return
     is_by_kind = all(isinstance(v, dict | None) for v in parameters.values())

@@ -168,7 +168,8 @@ class Decoder(nn.Module):
             prob_sums += sums
         if routing is not None:
             routing.prob_sums = prob_sums
-        return ops.rms_norm(x_TD, norm_scale(self.final_norm, c.norm_weights), c.rms_norm_eps)
+        final_norm = norm_scale(self.final_norm, c.norm_weights)
+        return ops.rms_norm(x_TD, final_norm, c.rms_norm_eps)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """[T, V] in the compute dtype; a sampler draws from them."""

@@ -51,7 +51,8 @@ class FallbackModel(nn.Module):
         self.ops = Ops()
         self.lora = None
         self.recomputes_blocks = False
-        self._takes_positions = "position_ids" in inspect.signature(inner.forward).parameters
+        parameters = inspect.signature(inner.forward).parameters
+        self._takes_positions = "position_ids" in parameters
         self.has_plain_head = self._is_plain_head()
         """True if logits are hidden states times a matrix, neither capped, scaled nor shifted. Then
         log-probs are computed in chunks; otherwise from all logits at once."""
@@ -214,7 +215,8 @@ def _mask(index_BL: Tensor) -> Tensor:
     """[B, L] int64, 1 at a row's own tokens. Places past its end repeat its last token, which
     occurs nowhere before."""
     lengths_B = (index_BL != index_BL[:, -1:]).sum(1) + 1
-    return (torch.arange(index_BL.shape[1], device=index_BL.device) < lengths_B[:, None]).long()
+    steps_L = torch.arange(index_BL.shape[1], device=index_BL.device)
+    return (steps_L < lengths_B[:, None]).long()
 
 
 def load_fallback(

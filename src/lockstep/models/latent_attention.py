@@ -100,7 +100,8 @@ class LatentAttention(nn.Module):
             width = max(q.shape[-1], at.value_dim)
             q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
             out_THV = ops.attention(q, k, v, spec, context)[..., : at.value_dim]
-        return self.o_proj.added(x_TD, out_THV.flatten(1), output_norm, self.eps, inputs)
+        out = out_THV.flatten(1)
+        return self.o_proj.added(x_TD, out, output_norm, self.eps, inputs)
 
     def _by_head(self, half: int, x_THI: Tensor, inputs: LayerInputs) -> Tensor:
         """Each head's product with its half of `kv_b_proj`. half: 0 takes queries from N to C, 1

@@ -159,4 +159,5 @@ def write_tensors(path: Path, tensors: Sequence[Outgoing], *, is_writer: bool = 
         for tensor in ordered:
             view = tensor.view().detach()
             for rows in blocks_of(len(view), tensor.num_bytes):
-                file.write(_bytes_of(view[rows].to("cpu", tensor.dtype).contiguous()))
+                part = view[rows].to("cpu", tensor.dtype).contiguous()
+                file.write(_bytes_of(part))

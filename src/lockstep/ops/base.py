@@ -533,7 +533,8 @@ def on_device(counts: Counts, device: torch.device) -> Tensor:
 
 def grouped_mm(x: Tensor, y: Tensor, counts: Counts) -> Tensor:
     """`torch.nn.functional.grouped_mm`, given rows in place of offsets."""
-    return F.grouped_mm(x, y, offs=on_device(counts, x.device).cumsum(0, dtype=torch.int32))
+    offsets = on_device(counts, x.device).cumsum(0, dtype=torch.int32)
+    return F.grouped_mm(x, y, offs=offsets)
 
 
 def rows_by_expert(tokens_per_expert: list[int]) -> Iterator[tuple[int, slice]]:

@@ -90,7 +90,8 @@ def prove(model: Any, *, ops: Ops | None = None) -> Proof:
     were.
     """
     began = time.perf_counter()
-    dtype = str(model.head.dtype).removeprefix("torch.")
+    weight = model.head
+    dtype = str(weight.dtype).removeprefix("torch.")
     if dtype not in COVERED_DTYPES:
         failure = f"dtype {dtype} is not covered; covered are {', '.join(COVERED_DTYPES)}"
         return Proof(ops=Ops(), failure=failure, num_checks=0, seconds=0.0)

@@ -219,7 +219,8 @@ def fitted(config: Config, given: Collection[str], model: ModelConfig, directory
         }
     config = overlaid(config, nested(left_open(open_settings, given)))
     config = fit_memory(config, given, model, directory, may_adapt=True)
-    return overlaid(config, nested(left_open({"trainer.lr": usual_rate(config, model)}, given)))
+    rate = {"trainer.lr": usual_rate(config, model)}
+    return overlaid(config, nested(left_open(rate, given)))
 
 
 def _longest_prompt(task: CustomConfig, tokenizer: Tokenizer) -> int:

@@ -64,7 +64,8 @@ def ways_to_fit(config: ModelChoice, model: ModelConfig, directory: Path, num_by
     fit, with its largest value; else all of them together, or the memory that they still need."""
 
     def peak(settings: Mapping[str, Any]) -> int:
-        return _plan(overlaid(config, nested(settings)), model, directory).num_bytes
+        changed = overlaid(config, nested(settings))
+        return _plan(changed, model, directory).num_bytes
 
     alone: dict[str, Any] = {}
     smallest: dict[str, Any] = {}

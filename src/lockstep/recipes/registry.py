@@ -55,5 +55,6 @@ def find_supervised_recipe(name: str) -> SupervisedConfig:
     """The config of a supervised recipe. Raises ConfigError with the nearest name."""
     if name not in SUPERVISED_RECIPES:
         hint = did_you_mean(name, SUPERVISED_RECIPES)
-        raise ConfigError(f"no supervised recipe is called {name!r}.{hint}")
+        text = f"no supervised recipe is called {name!r}.{hint}"
+        raise ConfigError(text)
     return SUPERVISED_RECIPES[name]()

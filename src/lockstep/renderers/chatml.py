@@ -169,7 +169,8 @@ class ChatMLRenderer(ShapeReader, TurnRenderer):
                 case "system" | "developer":
                     pieces += [self._start, f"system\n{message.content}", self._end, "\n"]
                 case "assistant":
-                    body = self._history_pieces(message, at > last_query, at + 1 == len(messages))
+                    is_last = at + 1 == len(messages)
+                    body = self._history_pieces(message, at > last_query, is_last)
                     pieces += [self._start, "assistant\n", *body, self._end, "\n"]
         return pieces
 

@@ -82,7 +82,8 @@ class HarmonyRenderer(TurnRenderer):
         declared = tools if self.config.tools_in_prompt else ()
         pieces: list[Piece] = []
         if self.config.system_message:
-            pieces += self._block("system", _system_text(self.config, has_tools=bool(declared)))
+            system_text = _system_text(self.config, has_tools=bool(declared))
+            pieces += self._block("system", system_text)
         instructions, rest = split_system(messages)
         if instructions is not None or declared:
             pieces += self._block("developer", self._developer_text(instructions, declared))

@@ -209,7 +209,8 @@ def rendered_anew(
         prompt = renderer.render(history, tools)
         begins.append(len(prompt))
         history.append(written(turn))
-    ids = np.concatenate([np.asarray(prompt, np.int32), turns[-1].token_ids])
+    last = turns[-1].token_ids
+    ids = np.concatenate([np.asarray(prompt, np.int32), last])
     mask = np.zeros(len(ids), np.bool_)
     logprobs = np.full(len(ids), np.nan, np.float32)
     number = np.full(len(ids), -1, np.int32)

@@ -57,7 +57,8 @@ def write_template(
                 reader = replace(served, template="")
         template = JinjaRenderer(tokenizer, served)
         calls = has_tools(trained if isinstance(trained, JinjaRenderer) else template)
-        _, found = compare(trained, template, has_tools=calls, is_declared=config.tools_in_prompt)
+        is_declared = config.tools_in_prompt
+        _, found = compare(trained, template, has_tools=calls, is_declared=is_declared)
     except LockstepError as error:
         found = str(error)
     if found:

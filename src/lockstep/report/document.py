@@ -147,12 +147,14 @@ def _choose(
 
     if not has_alarm:
         take(_SUCCESS, _successes(trained)[:1])
-    take(_MISMATCH, sorted(measured, key=lambda c: -(c.max_abs_logprob_diff or 0.0))[:part])
+    worst = sorted(measured, key=lambda c: -(c.max_abs_logprob_diff or 0.0))
+    take(_MISMATCH, worst[:part])
     take("worst reward", sorted(late, key=lambda c: c.reward)[:part])
     take("best reward", sorted(late, key=lambda c: -c.reward)[:part])
     take("unfinished", _spread([c for c in candidates if c.status != "finished"], part))
     take("evaluation", _spread([c for c in candidates if c.split != "train"], part))
-    take("sample", _spread([c for c in trained if c.address not in chosen], number - len(chosen)))
+    rest = [c for c in trained if c.address not in chosen]
+    take("sample", _spread(rest, number - len(chosen)))
     return list(chosen.values())
 
 

@@ -106,7 +106,8 @@ class Follower:
                     f"the engine's log-probs follow {slope:.2f} of the trainer's change {what} "
                     "(1 is all of it)"
                 )
-        if gap > max(GAP_GROWTH * self._usual_gap, LEAST_GAP):
+        limit = max(GAP_GROWTH * self._usual_gap, LEAST_GAP)
+        if gap > limit:
             return (
                 f"engine and trainer are {gap:.2g} nats apart on the probe, {self._usual_gap:.2g} "
                 "at the first load"

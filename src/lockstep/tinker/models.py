@@ -456,7 +456,8 @@ class Models:
             raise
         # Serialized anew: a retry may have its maps in another order.
         raw = found.SerializeToString(deterministic=True)
-        return self._submit(self.run(found.model_id), "forward_backward", found.seq_id, raw, found)
+        run = self.run(found.model_id)
+        return self._submit(run, "forward_backward", found.seq_id, raw, found)
 
     def refuse_forward_backward(self, head: bytes, error: Refusal) -> None:
         """Notes a request whose body cannot be read, if its beginning names the model and the

@@ -120,7 +120,8 @@ class TrainerConfig(LearnerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, betas=(all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)"))
+        in_range = all(0 <= beta < 1 for beta in self.betas)
+        require(self, betas=(in_range, "two numbers in [0, 1)"))
 
     def scores_first(self, correction: Correction, *, is_measured: bool) -> bool:
         """True if the batch's log-probs are needed before its first update: two passes, not one.

@@ -257,7 +257,8 @@ def loss_weights(
 
     def weights_of(batch: PackedBatch) -> Tensor:
         mask = batch.host_columns[WEIGHTS] > 0 if is_kept_only else None
-        weights = token_weights(Layout.packed(batch.sizes, mask), aggregate, denominator=total)
+        layout = Layout.packed(batch.sizes, mask)
+        weights = token_weights(layout, aggregate, denominator=total)
         return to_device(weights.numpy(), batch.ids.device)
 
     return weights_of

@@ -140,7 +140,8 @@ class Learner:
             self.num_updates, self.config, total_updates=self.total_updates
         )
         norm = self._update(lr=lr, clip=self.config.grad_clip)
-        metrics = {"grad_norm": norm, "lr": lr, "skipped_updates": float(bool(self.last_skip))}
+        skipped = float(bool(self.last_skip))
+        metrics = {"grad_norm": norm, "lr": lr, "skipped_updates": skipped}
         named = {f"{self.role}/{name}": value for name, value in metrics.items()}
         return named | self.loss_scale.to_metrics(self.role)
 
@@ -253,7 +254,8 @@ class Learner:
             return
         if self.is_writer:
             place.mkdir(exist_ok=True)  # after the model, which replaces its folder
-        write_tensors(place / OPTIMIZER, self.optimizer.state_tensors(), is_writer=self.is_writer)
+        tensors = self.optimizer.state_tensors()
+        write_tensors(place / OPTIMIZER, tensors, is_writer=self.is_writer)
         if not self.is_writer:
             return
         counters = {"num_updates": self.num_updates, "num_skipped": self.num_skipped}

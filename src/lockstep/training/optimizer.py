@@ -240,7 +240,8 @@ class Optimizer:
             parts |= {key: state[key] for key in _MOMENTS if key in state}
             for key, part in parts.items():
                 whole = partial(_gathered, part, parameter)
-                out.append(Outgoing(f"{key}/{name}", tuple(parameter.shape), torch.float32, whole))
+                shape = tuple(parameter.shape)
+                out.append(Outgoing(f"{key}/{name}", shape, torch.float32, whole))
             if "step" in state:
                 step = _numbers(state["step"]).reshape(1)
                 out.append(Outgoing(f"step/{name}", (1,), step.dtype, lambda step=step: step))
@@ -280,7 +281,8 @@ class Optimizer:
                     part = part_like(_numbers(tensors[f"{key}/{name}"]), parameter)
                     part = part.to(master.device, copy=True)
                     packed = PackedMoment if key == "exp_avg" else PackedSquare
-                    state[key] = packed.of(part) if self._config.moments == "float8" else part
+                    is_packed = self._config.moments == "float8"
+                    state[key] = packed.of(part) if is_packed else part
                 self._state[name] = state
 
     def _is_own_master(self, name: str) -> bool:

@@ -80,7 +80,8 @@ def rows_for_training(
             raise ConfigError("advantage=gae needs a critic: rows_for_training(critic=...).")
         _fill_by_values(rows, [t for _, t in scored], advantage, critic)
     else:
-        _fill(rows, "advantages", segment_advantages(scored, advantage, credit or CreditConfig()))
+        found = segment_advantages(scored, advantage, credit or CreditConfig())
+        _fill(rows, "advantages", found)
     return [sample for _, sample in rows]
 
 

@@ -447,7 +447,8 @@ class Trainer(Learner):
         if (name := "train/router_aux_loss") in metrics:
             metrics["train/loss"] += self.config.router_aux_loss_coef * metrics[name]
         if not np.isfinite(metrics["train/loss"]):
-            found = self._by_row(rows, [(part.batch, part.losses) for part in trained], fill=0.0)
+            losses = [(part.batch, part.losses) for part in trained]
+            found = self._by_row(rows, losses, fill=0.0)
             self._bad_loss = self._bad_loss or _name_bad_losses(rows, found)
         return metrics
 

@@ -223,7 +223,8 @@ def splice_reply(
             thought, sampled, altered = sampled[:size], rest, renderer.without_thinking(altered)
     head, tail = common_ends(renderer.tokenizer, sampled, altered)
     new = altered[head[1] : len(altered) - tail[1]]
-    return [*thought, *sampled[: head[0]], *new, *sampled[len(sampled) - tail[0] :]], len(new)
+    kept = sampled[len(sampled) - tail[0] :]
+    return [*thought, *sampled[: head[0]], *new, *kept], len(new)
 
 
 def common_ends(

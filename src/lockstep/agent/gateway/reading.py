@@ -392,7 +392,8 @@ class BodyTranscript(dialogues.Transcript):
             self.read(message.raw)
         except FieldError as error:
             where = f"{message.where}.{error.field}"
-            raise Refusal(400, error.code, f"{message.where}.{error}", parameter=where) from None
+            text = f"{message.where}.{error}"
+            raise Refusal(400, error.code, text, parameter=where) from None
         except DataError as error:
             raise message.refusal(f"is refused: {error}") from None
         for at, call in enumerate(self.messages[-1].tool_calls):

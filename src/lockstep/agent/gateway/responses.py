@@ -251,7 +251,8 @@ def _items(answered: Answered) -> list[dict[str, Any]]:
         if item["type"] == "function_call":
             item["status"] = "completed"
             if item["name"] in custom:
-                item |= {"id": item["id"].replace("fc_", "ctc_", 1), "type": "custom_tool_call"}
+                name = item["id"].replace("fc_", "ctc_", 1)
+                item |= {"id": name, "type": "custom_tool_call"}
                 item["input"] = _free_text(item.pop("arguments"))
             continue
         item["status"] = status
@@ -261,7 +262,8 @@ def _items(answered: Answered) -> list[dict[str, Any]]:
                 "logprobs": answered.logprobs(reply) if asked.has_logprobs else [],
             }
         elif ENCRYPTED in (asked.body.get("include") or ()):
-            item["encrypted_content"] = base64.b64encode(reply.message.thinking.encode()).decode()
+            thinking = reply.message.thinking.encode()
+            item["encrypted_content"] = base64.b64encode(thinking).decode()
     return items
 
 

@@ -202,7 +202,8 @@ class GatewayServer:
         if scheme.lower() != "bearer" or not key:
             key = request.headers.get("x-api-key", "")
         key = key.strip()
-        if self._key and hmac.compare_digest(key.encode("utf-8", "surrogateescape"), self._key):
+        given = key.encode("utf-8", "surrogateescape")
+        if self._key and hmac.compare_digest(given, self._key):
             return None
         owner = self.sessions.of_key(key) if key and key.isascii() else None
         if owner is None and self._key:

@@ -222,7 +222,8 @@ class Worker:
 
     def _text(self) -> str:
         """Text that the program printed."""
-        return bytes(self._printed).partition(b"\0END " + self._mark)[0].decode("utf-8", "replace")
+        printed = bytes(self._printed).partition(b"\0END " + self._mark)[0]
+        return printed.decode("utf-8", "replace")
 
     async def end(self) -> None:
         """Kills it with everything that it started. Returns when it is gone."""

@@ -79,7 +79,8 @@ def _wrong_masks(rows: Rows, places: Sequence[tuple[int, int]], out: Places) -> 
         what, cause = ("first", "boundary") if lost[0] == b else ("last", "missing_final")
         note = f"the {what} ids of the engine's reply are not trained"
         out.add(cause, note, int(lost[0]), int(lost[-1]) + 1, reaches_on=False)
-    for b, e in (np.flatnonzero(np.diff(extra)) + tokens.start).reshape(-1, 2).tolist():
+    edges = np.flatnonzero(np.diff(extra)) + tokens.start
+    for b, e in edges.reshape(-1, 2).tolist():
         if e <= places[0][0]:
             told = ("boundary", "tokens before the engine's first reply are trained")
         elif b >= places[-1][1]:
@@ -130,7 +131,8 @@ def compare(ids: Ids, reply: Ids, tokenizer: Tokenizer | None) -> tuple[str, str
         return "thinking_dropped", f"the first {len(reply) - len(ids)} ids of the reply are lost"
     match = f"{int((ids[: len(reply)] == reply[: len(ids)]).sum())} of {len(reply)} ids stay"
     if tokenizer is None:
-        cause = "reencoded" if abs(len(ids) - len(reply)) <= len(reply) // 4 else "rerendered"
+        is_spelt = abs(len(ids) - len(reply)) <= len(reply) // 4
+        cause = "reencoded" if is_spelt else "rerendered"
         return cause, f"the turn is not the engine's reply: {match}"
     mine, theirs = (_plain(tokenizer, one) for one in (ids, reply))
     if mine == theirs:

@@ -123,7 +123,8 @@ def _longest(holds: BoolArray) -> tuple[int, int]:
 
 def contradictions(setting: Setting) -> Finding:
     """Contradictions in the metrics of steps."""
-    rows = [row for row in known_metrics(setting.step_metrics) if THEIR_NAMES.keys() & row.keys()]
+    named = known_metrics(setting.step_metrics)
+    rows = [row for row in named if THEIR_NAMES.keys() & row.keys()]
     told = f"no rule is broken in {len(rows)} steps"
     finding = Finding(
         check=PHYSICAL, claim=CLAIM, verdict="consistent", measured=told, basis="shown"

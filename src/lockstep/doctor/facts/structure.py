@@ -119,7 +119,8 @@ def missing_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
         return
     last = spans.end - 1
     ends = np.isin(ids[last], stops)
-    is_closed = ends | np.isin(ids[np.minimum(spans.end, rows.num_tokens - 1)], stops)
+    following = np.minimum(spans.end, rows.num_tokens - 1)
+    is_closed = ends | np.isin(ids[following], stops)
     # A hole in the mask splits a reply: the next run of trained tokens is its end.
     is_closed[:-1] |= np.isin(ids[spans.begin[1:]], stops) & (spans.row[1:] == spans.row[:-1])
     earlier = is_closed[~spans.is_last]
@@ -208,7 +209,8 @@ def padding(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     ids, position = rows.token_ids, rows.position
     is_same = np.zeros(rows.num_tokens, np.bool_)
     is_same[1:] = (ids[1:] == ids[:-1]) & (position[1:] > 0)
-    begin, end = rows.runs(is_same & ~rows.sampled)
+    is_free = ~rows.sampled
+    begin, end = rows.runs(is_same & is_free)
     size = end - begin + 1
     pad = -1 if setting.pad_id is None else setting.pad_id
     is_pad = (ids[begin] == pad) & (size >= MIN_EQUAL)

@@ -107,7 +107,8 @@ def other_weights_given(view: View) -> Iterator[Variant]:
 
     for number, weights in reversed([*enumerate(model.weights)]):
         if number != own:
-            yield Variant("other_weights", f"by the weights {weights.name}", partial(by, number))
+            name = f"by the weights {weights.name}"
+            yield Variant("other_weights", name, partial(by, number))
 
 
 @hypothesis(cause="wrong_positions", needs=("model",), least=0.8)

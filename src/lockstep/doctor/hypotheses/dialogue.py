@@ -61,7 +61,8 @@ def structure(view: View) -> Iterator[tuple[str, str, Write]]:
 def _without_runs(parts: Parts, pad: int | None) -> Parts | None:
     def cut(ids: Ids) -> Ids:
         values = np.array(ids)
-        runs = np.split(values, np.flatnonzero(np.diff(values) != 0) + 1)
+        edges = np.flatnonzero(np.diff(values) != 0) + 1
+        runs = np.split(values, edges)
         least = {True: MIN_EQUAL, False: 2 * MIN_EQUAL}
         return [int(i) for run in runs if len(run) < least[bool(run[0] == pad)] for i in run]
 

@@ -61,11 +61,12 @@ def respelled(view: View) -> Iterator[Prediction]:
         change = np.diff(offset, axis=1, prepend=offset[:, :1])
         steps[at[keep]] = np.where((gain > 0)[index[0]], change[index], 0)
     if total and gained > 0:
+        chance = max(by_chance / max(whole, 1e-9), 0.0)
         yield Prediction(
             text="at offsets that change inside of replies",
             cause="rerendered" if _is_rewritten(view, steps) else "",
             sampler=out,
-            chance=max(by_chance / max(whole, 1e-9), 0.0),
+            chance=chance,
         )
 
 
@@ -110,4 +111,5 @@ def aligned(
         path[:, place] = state
         state = np.take_along_axis(back[place], state[:, None], 1)[:, 0]
     out = np.take_along_axis(moved, path[:, None], 1)[:, 0]
-    return out, offsets[path], np.nansum(view.loss(t - s), 1) - total
+    gain = np.nansum(view.loss(t - s), 1) - total
+    return out, offsets[path], gain

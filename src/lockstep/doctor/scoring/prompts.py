@@ -436,7 +436,8 @@ def opening_of(renderer: Renderer) -> tuple[int, ...]:
     Raises RendererError for a template that refuses two users' messages.
     """
     stop = [renderer.stop_ids[0]]
-    first = renderer.render([Message(role="user", content="a")])
+    user = [Message(role="user", content="a")]
+    first = renderer.render(user)
     then = renderer.extend(stop, [Message(role="user", content="b")])
     shared = first[len(first) - first_difference(first[::-1], then[::-1]) :]
     # The close of the user's message is shared too. A turn that follows another one directly has

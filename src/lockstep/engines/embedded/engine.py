@@ -386,7 +386,8 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         numbers = self._rows.adapters[: self._rows.num]
         if self._graphs is None or not numbers.any():
             return self._graphs
-        return self._adapted_graphs if self._stacks.can_be_captured(self._model, numbers) else None
+        can_be_captured = self._stacks.can_be_captured(self._model, numbers)
+        return self._adapted_graphs if can_be_captured else None
 
     def _launch_ahead(self, draws: PendingDraws, places: np.ndarray) -> PendingDraws | None:
         """Begins the step after `draws`; `places` has the index of each row's draw. None if the

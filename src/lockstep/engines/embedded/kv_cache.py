@@ -102,7 +102,8 @@ class ResidentCache:
     def fit(self, num_rows: int, num_pages: int) -> bool | None:
         """Makes room for this many rows and pages per row. Returns whether loaded rows are still
         loaded; None if the limit does not allow it."""
-        length = math.ceil(num_pages * self._cache.page_size / KEY_BLOCK) * KEY_BLOCK
+        size = self._cache.page_size
+        length = math.ceil(num_pages * size / KEY_BLOCK) * KEY_BLOCK
         if num_rows <= self.num_rows and length <= self.length:
             return True
         num_rows = max(self.num_rows, 1 << (num_rows - 1).bit_length())

@@ -50,7 +50,8 @@ def guesses_of(rows: BatchRows, most: int) -> list[Guess]:
     for row, sequence in enumerate(rows.sequences):
         start = int(rows.positions[row]) + 1
         room = int(rows.num_pages[row]) * rows.page_size - start
-        size = min(most, room, int(rows.limits[row] - rows.counts[row]) - 1)
+        left = int(rows.limits[row] - rows.counts[row]) - 1
+        size = min(most, room, left)
         if size < 1 or sequence.support is not None or sequence.grammar is not None:
             continue
         ids = following(rows.text(row), size)

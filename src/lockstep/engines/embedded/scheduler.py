@@ -130,7 +130,8 @@ class Scheduler:
         return True
 
     def _give_pages(self) -> None:
-        for sequence in sorted(self.rows.full_rows(), key=lambda s: s.rank):
+        needy = self.rows.full_rows()
+        for sequence in sorted(needy, key=lambda s: s.rank):
             while sequence.row >= 0:
                 if (page := self.cache.grow(sequence.held)) is not None:
                     self.rows.add_page(sequence.row, page)

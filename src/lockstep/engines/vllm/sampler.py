@@ -136,7 +136,8 @@ class ExactSampler(Sampler):
                 self.support = [support.get(at, none) for at in range(len(rows))]
             tensors = None
             if sampling_metadata.max_num_logprobs is not None:
-                ranks = (logits >= logits.gather(1, ids[:, None])).sum(1)
+                chosen = logits.gather(1, ids[:, None])
+                ranks = (logits >= chosen).sum(1)
                 tensors = LogprobsTensors(ids[:, None].int(), logprobs[:, None], ranks)
         return SamplerOutput(sampled_token_ids=ids[:, None].int(), logprobs_tensors=tensors)
 

@@ -122,7 +122,8 @@ class DocSearchConfig(AskedTasks, HeldOutTasks):
     def _questions(self) -> dict[str, list[Question]]:
         read = self._library.read_questions
         held_out = read(self.eval_questions) if self.eval_questions else None
-        return split_tasks(read(self.questions), held_out, self.eval_share, name=self.questions)
+        questions = read(self.questions)
+        return split_tasks(questions, held_out, self.eval_share, name=self.questions)
 
     @cached_property
     def _by_id(self) -> dict[str, Question]:

@@ -293,7 +293,8 @@ def normalise(answer: str) -> str:
     text = unicodedata.normalize("NFKC", answer).lower()
     words = [re.sub(r"(?<=\d),(?=\d)", "", word) for word in _ANSWER_WORD.findall(text)]
     last = len(words) - 1  # an "A" at the end is no article
-    return " ".join(w for at, w in enumerate(words) if at == last or w not in ("a", "an", "the"))
+    kept = [w for at, w in enumerate(words) if at == last or w not in ("a", "an", "the")]
+    return " ".join(kept)
 
 
 def is_correct(answer: str, accepted: Sequence[str]) -> bool:

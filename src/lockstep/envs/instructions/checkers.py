@@ -245,7 +245,8 @@ def instruction(
         try:
             checked[name] = ARGUMENTS.get(name, _count)(given[name])
         except ValueError as error:
-            raise DataError(f"{instruction_id}: {name}={given[name]!r} must be {error}.") from error
+            text = f"{instruction_id}: {name}={given[name]!r} must be {error}."
+            raise DataError(text) from error
     if checked.get("nth_paragraph", 0) > checked.get("num_paragraphs", 0):
         raise DataError(
             f"{instruction_id}: nth_paragraph={checked['nth_paragraph']} of "
@@ -406,7 +407,8 @@ def _nth_paragraph_first_word(text: str, given: Given) -> bool:
 
 @kind("detectable_content:number_placeholders")
 def _number_placeholders(text: str, given: Given) -> bool:
-    return len(re.findall(r"\[[^\n\[\]]*\]", text)) >= given["num_placeholders"]
+    found = re.findall(r"\[[^\n\[\]]*\]", text)
+    return len(found) >= given["num_placeholders"]
 
 
 @kind("detectable_content:postscript")
@@ -510,7 +512,8 @@ def _quotation(text: str, _: Given) -> bool:
 
 @kind("change_case:capital_word_frequency")
 def _capital_word_frequency(text: str, given: Given) -> bool:
-    return _holds(count_capital_words(text), given["capital_relation"], given["capital_frequency"])
+    found = count_capital_words(text)
+    return _holds(found, given["capital_relation"], given["capital_frequency"])
 
 
 @kind("change_case:english_capital")

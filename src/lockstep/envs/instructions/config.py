@@ -61,7 +61,8 @@ class InstructionsConfig(FileTasks):
     def __post_init__(self) -> None:
         super().__post_init__()
         low, high = self.num_instructions
-        require(self, num_instructions=(1 <= low <= high <= 4, "(least, most), from 1 to 4"))
+        is_range = 1 <= low <= high <= 4
+        require(self, num_instructions=(is_range, "(least, most), from 1 to 4"))
 
     def check(self) -> None:
         if self.detector == "langdetect":

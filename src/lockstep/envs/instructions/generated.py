@@ -57,7 +57,8 @@ class PromptWorld:
     ) -> list[dict[str, Any]]:
         """The turns of one task, as in its payload. Each turn after the first adds an instruction
         and asks for the text again."""
-        kinds = self._choose(rng, rng.randint(*num_instructions) + num_turns - 1)
+        count = rng.randint(*num_instructions) + num_turns - 1
+        kinds = self._choose(rng, count)
         # Words of their own for each instruction: what one demands, another cannot forbid.
         words = rng.sample(self.words, len(self.words))
         request = "Write."

@@ -111,7 +111,8 @@ class MathConfig(AskedTasks, HeldOutTasks):
     async def grade(self, task: Task, reply: str) -> Score:
         """The reward of a reply, with the parts `correctness` and `format`, each 0 or 1."""
         how: dict[str, Any] = {"form": self._form_of(task), "lenient": self.lenient}
-        verdict = await grade_reply(reply, task.payload["answer"], **how, comparer=self._comparer)
+        expected = task.payload["answer"]
+        verdict = await grade_reply(reply, expected, **how, comparer=self._comparer)
         correctness, has_form = float(verdict.is_correct), float(verdict.has_form)
         reward = self.correctness_weight * correctness + self.format_weight * has_form
         return Score(reward=reward, parts={"correctness": correctness, "format": has_form})

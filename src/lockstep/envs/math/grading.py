@@ -134,7 +134,8 @@ def are_equal(
     """True if math-verify finds two expressions equal. False if it cannot read one of them, or
     exceeds its time or memory."""
     try:
-        return comparer.ask({"expected": expected, "answer": answer}, seconds=seconds)["is_equal"]
+        request = {"expected": expected, "answer": answer}
+        return comparer.ask(request, seconds=seconds)["is_equal"]
     except ChildError:
         return False
 

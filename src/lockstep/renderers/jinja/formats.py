@@ -112,7 +112,8 @@ def _json_span(text: str, at: int, call: ToolCall) -> _Span | None:
         keys = [key for key, value in fields.items() if value == arguments]
         if fields.get("name") == call.name and keys:
             others = tuple(key for key in fields if key not in ("name", keys[0]))
-            return begin, end, CallFormat(kind="json", arguments_key=keys[0], other_keys=others)
+            made = CallFormat(kind="json", arguments_key=keys[0], other_keys=others)
+            return begin, end, made
     return None
 
 
@@ -124,7 +125,8 @@ def _fields_span(text: str, at: int, call: ToolCall) -> _Span | None:
     found, end = _object(text, from_)
     if found != json.loads(call.arguments):
         return None
-    return begin, end, CallFormat(kind="fields", between=text[begin + len(call.name) : from_])
+    between = text[begin + len(call.name) : from_]
+    return begin, end, CallFormat(kind="fields", between=between)
 
 
 def _object(text: str, begin: int) -> tuple[dict[str, Any], int]:

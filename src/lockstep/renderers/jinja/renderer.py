@@ -264,7 +264,8 @@ class JinjaRenderer(ShapeReader):
         at = next((at for at, m in enumerate(messages) if m.thinking), None)
         if at is None or self.shape.thinking is None or messages[0].role == "assistant":
             return False
-        return self.template_forgets([m for m in messages[at + 1 :] if m.role != "assistant"])
+        after = [m for m in messages[at + 1 :] if m.role != "assistant"]
+        return self.template_forgets(after)
 
     def _pieces_of(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> list[int]:
         """Writes a history turn by turn, each turn with its thinking."""
