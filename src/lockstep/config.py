@@ -31,6 +31,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date, time
 from functools import cache
 from itertools import pairwise
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -421,14 +422,19 @@ class Form:
 
 
 class Checked:
-    """Base of settings with bounds: checks each field that is annotated with an Interval, a Form or
-    a Literal, and `CONFLICTS`, however the object is made."""
+    """Base of settings with bounds: checks each field that is annotated with an Interval, a Form, a
+    Literal or a tuple, and `CONFLICTS`, however the object is made."""
 
     CONFLICTS: ClassVar[Mapping[str, str]] = {}
     """Settings of the class that exclude each other: `conflicts_in`."""
 
     def __post_init__(self) -> None:
-        limits, choices = _limits(type(self))
+        limits, choices, tuples = _limits(type(self))
+        for name, (size, kind, text) in tuples.items():
+            value = cast(Sequence[Any] | None, getattr(self, name))
+            is_tuple = isinstance(value, tuple | list) and size in (0, len(value))
+            is_right = value is None or (is_tuple and all(isinstance(x, kind) for x in value))
+            require(self, **{name: (is_right, text)})
         for name, limit in limits.items():
             value = getattr(self, name)
             expected = "" if value is None else limit.expected(value)
@@ -822,8 +828,9 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 @cache
-def _limits(cls: type) -> tuple[dict[str, Interval | Form], dict[str, Any]]:
-    """(field -> its Interval or Form, field -> its annotation with a Literal). A field that a
+def _limits(cls: type) -> tuple[dict[str, Interval | Form], dict[str, Any], dict[str, Any]]:
+    """(field -> its Interval or Form, field -> its annotation with a Literal, field of a tuple ->
+    its length, or 0 for any, the class of its values and its annotation in words). A field that a
     subclass declares again keeps its Interval or Form."""
     limits: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
@@ -834,7 +841,15 @@ def _limits(cls: type) -> tuple[dict[str, Interval | Form], dict[str, Any]]:
     choices = {
         name: _hints(cls)[name] for name in _field_names(cls) if _has_literal(_hints(cls)[name])
     }
-    return limits, choices
+    tuples: dict[str, Any] = {}
+    for name in _field_names(cls):
+        for member in _union(_hints(cls)[name]):
+            if typing.get_origin(member) is tuple and name not in choices:
+                kind, *rest = typing.get_args(member)
+                kind = {float: Real, int: Integral}.get(kind, kind)
+                kind = kind if isinstance(kind, type) else object
+                tuples[name] = 0 if rest == [...] else 1 + len(rest), kind, f"a {_name(member)}"
+    return limits, choices, tuples
 
 
 def _has_literal(annotation: Any) -> bool:

@@ -328,3 +328,14 @@ def test_every_condition_of_a_conflict_is_an_attribute_of_some_kind_of_config(ba
             kinds = [
                 k for m in members if dataclasses.is_dataclass(m) for k in (m, *choices(m).values())
             ]
+
+
+def test_a_setting_of_several_values_takes_neither_one_nor_others():
+    assert Correction(anchor="recomputed", level="token", limits=[0, 2]).limits == [0, 2]
+    for kind, given, expected in (
+        (Correction, {"limits": 2.0}, r"limits=2.0 must be a tuple\[float, float\]"),
+        (Correction, {"reject": ("veto_ratio",)}, r"must be a tuple\[Rule\]"),
+        (TrainerConfig, {"freeze": "*.attention.*"}, r"must be a tuple\[str\]"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            kind(**given)

@@ -32,8 +32,7 @@ def test_a_long_curve_is_drawn_as_its_running_mean_and_faintly_as_it_is():
     "values", [[], [1.0], [0.0, 0.0], [math.nan, math.nan], [1e30, -1e30], [0.3, math.inf, 0.4]]
 )
 def test_a_chart_of_few_equal_or_impossible_values_is_drawn(values):
-    chart = Chart({"x": (list(range(len(values))), values)})
-    text = chart._repr_html_()
+    text = Chart({"x": (list(range(len(values))), values)})._repr_html_()
     ElementTree.fromstring(text)
     assert "nan" not in text and "inf" not in text
 

@@ -251,8 +251,7 @@ def test_an_engine_a_reference_and_the_contract_are_in_the_plan():
     found = plan_run(frozen, GPT_OSS)
     assert part(found, "critic's weights") and not part(found, "critic's AdamW moments")
     frozen = resolve(critic, ["critic.freeze=body.*"])
-    less = plan_run(frozen, GPT_OSS)
-    names = set(less.parts)
+    names = set(plan_run(frozen, GPT_OSS).parts)
     assert "critic's weights" in names and "critic's AdamW moments" not in names
 
 
@@ -367,8 +366,7 @@ def test_ranks_divide_state_and_tokens_and_the_engine_has_a_copy():
     halved = plan_memory(facts(wide, num_ranks=2, sequence=2, max_update_tokens=1 << 20))
     assert part(halved, "activations") == part(one, "activations") // 2
     assert part(halved, "gradients") == part(one, "gradients")
-    config = quickstart_with("parallel.processes=2")
-    found = plan_run(config, GPT_OSS)
+    found = plan_run(quickstart_with("parallel.processes=2"), GPT_OSS)
     assert "of each of 2 processes" in found.describe()
     assert part(found, "the engine's copy of the weights") > 0
 

@@ -114,8 +114,7 @@ def test_ids_that_cannot_be_are_refused(ids, message):
 
 def test_rounding_above_zero_is_clamped_and_counted():
     t = Trajectory(id="t")
-    prompt = t.observe([1])
-    at = t.record([2], logprobs=[5e-7], parent=prompt, prompt_ids=[1])
+    at = t.record([2], logprobs=[5e-7], parent=t.observe([1]), prompt_ids=[1])
     assert t.segments[at].logprobs.tolist() == [0.0]
     assert t.metrics == {"clamped_logprobs": 1}
     t.record([3], logprobs=[-0.5], parent=at, prompt_ids=[1, 2])

@@ -38,7 +38,9 @@ def takes_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _tensor(x: Any) -> Any:
-    return torch.from_numpy(x) if isinstance(x, np.ndarray) else x  # pyright: ignore
+    """`x`, or a tensor of an array of numbers; names of groups may be texts."""
+    is_number = isinstance(x, np.ndarray) and x.dtype.kind in "biuf"  # pyright: ignore
+    return torch.from_numpy(x) if is_number else x  # pyright: ignore
 
 
 def _array(x: Any) -> Any:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from lockstep.correction.arrays import takes_arrays
 from lockstep.errors import AlignmentError
 
 Tensor = torch.Tensor
@@ -35,6 +36,7 @@ class AveragedLogprobs:
     where either is not finite. None without `rollout_logprobs`."""
 
 
+@takes_arrays
 def average_logprobs(
     scorings: Tensor | Sequence[Tensor], *, rollout_logprobs: Tensor | None = None
 ) -> AveragedLogprobs:
@@ -67,8 +69,7 @@ def average_logprobs(
     mean = torch.logsumexp(stacked, 0) - math.log(len(stacked))
     bias = None
     if rollout_logprobs is not None:
-        sampled = _finite_or_nan(rollout_logprobs.double()[None])
-        bias = sampled[0] - mean
+        bias = _finite_or_nan(rollout_logprobs.double()[None])[0] - mean
     return AveragedLogprobs(mean.float(), variance, bias)
 
 

@@ -68,7 +68,7 @@ def k2(log_ratio: Tensor) -> Tensor:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """exp(d) - 1 - d, per token: unbiased and never negative; float32 or float64;
+    """exp(d) - 1 - d, per token: unbiased and never negative; float32, or float64 of float64;
     differentiable.
 
     The argument is cut at 20: the result stays finite, and is a lower bound there, without
@@ -76,7 +76,8 @@ def k3(log_ratio: Tensor) -> Tensor:
 
     Guard: tests/cpu/correction/test_kl.py::test_k3_keeps_its_digits_near_zero
     """
-    d = log_ratio.clamp(max=RATIO_LIMIT)  # the whole argument: expm1(20) - d falls below 0 at last
+    # Cut in the whole: expm1(20) - d falls below 0 at last.
+    d = log_ratio.to(torch.promote_types(log_ratio.dtype, torch.float32)).clamp(max=RATIO_LIMIT)
     series = d / 720 + 1 / 120
     for term in (1 / 24, 1 / 6, 1 / 2):
         series = torch.addcmul(d.new_full((), term), series, d)

@@ -48,16 +48,16 @@ class Layout:
     rows, in the same order, and its own piece of each. None: rows are whole."""
 
     @classmethod
-    def of(cls, layout: Layout | Tensor | None, like: Tensor) -> Layout:
-        """Returns a layout as it is, makes one from a [B, T] mask, or for None one row per line of
-        `like`."""
-        if isinstance(layout, Layout):
-            return layout
-        if layout is not None:
-            return cls.padded(layout)
-        if like.ndim == 1:
-            return cls.packed([len(like)])
-        return cls.padded(torch.ones(like.shape, dtype=torch.bool, device=like.device))
+    def of(cls, layout: Layout | Tensor | None, **tensors: Tensor) -> Layout:
+        """The layout of these tensors: itself, made from a [B, T] mask, or for None one row per
+        line of the first. Raises AlignmentError naming each tensor of another shape."""
+        if layout is None:
+            like = next(iter(tensors.values()))
+            ones = torch.ones(like.shape, dtype=torch.bool, device=like.device)
+            layout = cls.packed([len(like)]) if like.ndim == 1 else ones
+        found = layout if isinstance(layout, Layout) else cls.padded(layout)
+        found.check(**tensors)
+        return found
 
     @classmethod
     def padded(cls, mask: Tensor, *, group: dist.ProcessGroup | None = None) -> Layout:

@@ -163,7 +163,7 @@ def _cells(columns: Columns, old: Tensor) -> Tensor:
     for part in PARTS[:-1]:
         if (numbers := columns[f"{part.name}s"]) is not None:
             table = _cell_table(part, cell.device)
-            cell += table.index_select(0, numbers.clamp(0, len(table) - 1))
+            cell += table.index_select(0, numbers.long().clamp(0, len(table) - 1))
     return cell
 
 

@@ -158,7 +158,8 @@ def weigh(
     """`correct` for one piece of a batch, made of whole rows (or of the same pieces of the same
     rows on every rank of `layout.group`). Arguments as for `correct`."""
     logprobs, rollout_logprobs = torch.as_tensor(logprobs), torch.as_tensor(rollout_logprobs)
-    layout, facts = Layout.of(layout, logprobs), facts or TokenFacts()
+    facts = facts or TokenFacts()
+    layout = Layout.of(layout, logprobs=logprobs, rollout_logprobs=rollout_logprobs, **vars(facts))
     _check(logprobs, rollout_logprobs, correction, layout, facts)
     columns = {"new": logprobs, "old": rollout_logprobs, "mask": layout.mask, **vars(facts)}
     device = logprobs.device
@@ -433,7 +434,6 @@ def _check(
     layout: Layout,
     facts: TokenFacts,
 ) -> None:
-    layout.check(logprobs=logprobs, rollout_logprobs=rollout_logprobs, **vars(facts))
     for name, values in (("logprobs", logprobs), ("rollout_logprobs", rollout_logprobs)):
         if values.requires_grad:
             raise AlignmentError(

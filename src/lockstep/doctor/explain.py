@@ -41,6 +41,9 @@ MIN_SHARE = 0.1
 TIE = 0.02
 """Share that makes no difference: two hypotheses explain equally well, or a bound holds. The error
 of a share in a sample of 32,768 tokens is about 1 %."""
+MIN_FAR = 8
+"""Tokens beyond numeric noise that a cause needs where noise can make the whole gap: any cut that
+fits the furthest token explains all of it."""
 MAX_CAUSES = 3
 """Rounds: two causes, and one round more to check that nothing is left."""
 CHUNK = 4
@@ -382,7 +385,8 @@ def explain(
         if is_enough(view) and (out.causes or size(view.rows.gap) <= 1e-9):
             break
         found = _round(view, hypotheses, out)
-        least = 0.8 if is_enough(view) else 0.0
+        is_few = np.count_nonzero(view.loss(view.rows.gap[view.rows.compared])) < MIN_FAR
+        least = np.inf if is_enough(view) and is_few else 0.8 * is_enough(view)
         named = [j for j in found if j.is_beyond_chance and j.certain_share >= least]
         named = [j for j in named if j.cause not in {c.cause for c, *_ in out.causes}]
         if not named:
@@ -424,8 +428,7 @@ def _simplest(view: View, named: Sequence[Judged]) -> tuple[Judged, list[Judged]
 
 
 def _k2(view: View) -> float:
-    d = view.rows.gap[view.rows.compared]
-    return float(np.square(d).sum())
+    return float(np.square(view.rows.gap[view.rows.compared]).sum())
 
 
 def _round(view: View, hypotheses: Sequence[Hypothesis], out: Explanation) -> list[Judged]:

@@ -5,7 +5,6 @@ the standard library alone.
     row = recorder.row(messages=first_messages)
     row.reply(prompt_ids, ids, logprobs, finish_reason="stop")     # after each call of the engine
     row.say(message)                                               # each further message, as a dict
-    ...
     row.train(token_ids, loss_mask, trainer_logprobs, step=step)   # as the trainer has them
     recorder.close()
 
@@ -37,8 +36,8 @@ class Recorder:
         self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        text = json.dumps(line, default=lambda x: x.tolist() if hasattr(x, "tolist") else list(x))
+        print(text, file=self._file, flush=True)
 
 
 class Row:
@@ -47,14 +46,17 @@ class Row:
     def __init__(self, recorder: Recorder, messages: list[Any]) -> None:
         self._recorder, self._messages = recorder, messages
         self._prompts, self._replies = list[list[int]](), list[list[int]]()
-        self._logprobs: list[float] = []
+        self._logprobs: list[Any] = []
         self._finish, self._version = None, None
 
     def reply(self, prompt_ids, ids, logprobs, finish_reason=None, version=None) -> None:
-        """One answer of the engine, its stop id included. version: of the weights that drew it."""
+        """One answer of the engine, its stop id included. A token without a log-prob has None.
+        version: of the weights that drew it."""
+        if len(logprobs) != len(ids):
+            raise ValueError(f"logprobs: {len(logprobs)} for {len(ids)} ids, not one each.")
         self._prompts.append([int(i) for i in prompt_ids])
         self._replies.append([int(i) for i in ids])
-        self._logprobs += [float(x) for x in logprobs]
+        self._logprobs += logprobs
         self._finish, self._version = finish_reason, version
 
     def say(self, *messages: Any) -> None:
@@ -71,10 +73,15 @@ class Row:
         mask = [bool(x) for x in loss_mask]
         left = iter(self._logprobs)
         laid = [next(left, None) if is_on else None for is_on in mask]
+        laid = columns.pop("rollout_logprobs", laid)
+        lists = {"loss_mask": mask, "rollout_logprobs": laid, "trainer_logprobs": trainer_logprobs}
+        for name, values in lists.items():
+            if len(values) != len(token_ids):
+                raise ValueError(f"{name}: {len(values)} for {len(token_ids)} ids, not one each.")
         line = {
             "token_ids": [int(i) for i in token_ids],
             "loss_mask": mask,
-            "rollout_logprobs": _numbers(columns.pop("rollout_logprobs", laid), mask),
+            "rollout_logprobs": _numbers(laid, mask),
             "trainer_logprobs": _numbers(trainer_logprobs, mask),
             "engine_ids": self._replies,
             "engine_prompt_ids": self._prompts,

@@ -29,10 +29,10 @@ from lockstep.doctor.diagnose import diagnose, make_setting
 from lockstep.doctor.diagnosis import Diagnosis
 from lockstep.doctor.examine import Examination, examine
 from lockstep.doctor.html_page import write_page
-from lockstep.doctor.inputs.assemble import in_chunks
+from lockstep.doctor.inputs.assemble import BY_NAME, in_chunks
 from lockstep.doctor.inputs.base import HOW_TO_GET, Facts
 from lockstep.doctor.inputs.lines import RowDump, numbers_in
-from lockstep.doctor.inputs.native import RowsDump, write_rows
+from lockstep.doctor.inputs.native import RowsDump, hint, write_rows
 from lockstep.doctor.inputs.trainers import PrimeRlDump, SlimeDump, TinkerDump, TrlDump, VerlDump
 from lockstep.doctor.rows import SIDES, Rows
 from lockstep.doctor.tokenization import Tokenization, find_tokenization, why_beyond
@@ -96,11 +96,13 @@ class Watch:
         Raises ConfigError for options that cannot be, RendererError for an unusable tokenizer.
         """
         is_known = callable(on_cause) or on_cause in ("warn", "raise")
+        is_facts = facts is None or isinstance(facts, Facts)
         for name, value, is_right, expected in (
-            ("rows", rows, rows >= 1, "at least 1"),
-            ("every", every, every >= 1, "at least 1"),
+            ("rows", rows, isinstance(rows, int) and rows >= 1, "a whole number from 1"),
+            ("every", every, isinstance(every, int) and every >= 1, "a whole number from 1"),
             ("max_share", max_share, max_share > 0, "above 0: 0.02 is 2 % of the time"),
             ("on_cause", on_cause, is_known, '"warn", "raise" or a function'),
+            ("facts", facts, is_facts, "Facts of lockstep.doctor.inputs.base, as Facts(top_p=1.0)"),
         ):
             if not is_right:
                 raise ConfigError(f"watch({name}={value!r}): expected {expected}.")
@@ -189,8 +191,8 @@ class Watch:
 
     def rows(self, rows: Sequence[Mapping[str, Any]], *, step: int) -> Metrics:
         """Looks at rows of your own: mappings with `token_ids`, `loss_mask` and any other columns
-        of docs/doctor-dumps.md, as lists, arrays or tensors."""
-        return self._look_at(RowsDump, step, rows)
+        of docs/doctor-dumps.md, as lists, arrays or tensors. A step without rows is passed over."""
+        return self._look_at(RowsDump, step, list(rows))
 
     def _look_at(self, kind: type[RowDump], step: int, *batch: Any, **more: Any) -> Metrics:
         return self.look(step, partial(self._rows_of, kind, step, batch, more))
@@ -214,7 +216,8 @@ class Watch:
                 self.warn(
                     f"step {step}: doctor: the rows have no log-probs of the {side}, so checks "
                     "that compare the two sides are not made. To get them: "
-                    f"{kind.why.get(name) or HOW_TO_GET[name]}"
+                    f"{kind.why.get(name) or HOW_TO_GET[name] + '.'}"
+                    f"{hint(BY_NAME[name], batch[0][0]) if kind is RowsDump else ''}"
                 )
             self._columns = found
         [joined] = in_chunks(made, found | self._columns, max_tokens=sys.maxsize)
@@ -383,7 +386,7 @@ class Watch:
     def _end(self, step: int, error: Exception) -> None:
         """Reports an error of the watch itself, and looks at nothing from then on."""
         self._is_off = True
-        self.warn(f"step {step}: doctor: the watch ends here, training goes on: {_words_of(error)}")
+        self.warn(f"step {step}: doctor: the watch ends here, training goes on: {words_of(error)}")
 
     # -- the page -----------------------------------------------------------------------------
 
@@ -414,9 +417,7 @@ class Watch:
         except MismatchError:
             raise
         except Exception as error:
-            self.warn(
-                f"doctor: the page {self.directory / PAGE} is not written: {_words_of(error)}"
-            )
+            self.warn(f"doctor: the page {self.directory / PAGE} is not written: {words_of(error)}")
 
 
 def choose(groups: Sequence[Hashable], num_rows: int, *, step: int) -> list[int]:
@@ -470,7 +471,7 @@ def _words(
     return find_tokenization(facts, tokenizer=given, renderer=renderer), vocabulary
 
 
-def _words_of(error: Exception) -> str:
+def words_of(error: Exception) -> str:
     return str(error) if isinstance(error, LockstepError) else named(error)
 
 

@@ -22,8 +22,8 @@ from lockstep.correction.layout import Layout
 from lockstep.correction.metrics import MismatchReport
 from lockstep.correction.tokens import TokenFacts
 from lockstep.correction.weighing import Corrected, weigh
-from lockstep.doctor.watch import Watch
-from lockstep.errors import CapabilityError, ConfigError, LockstepError, named
+from lockstep.doctor.watch import Watch, words_of
+from lockstep.errors import CapabilityError, ConfigError
 from lockstep.objectives.config import GRPO, AdvantageConfig, ObjectiveConfig, PPOClip
 from lockstep.objectives.losses import TokenBatch, make_loss, read_tokens
 
@@ -54,10 +54,16 @@ class Settings:
     """Raise what fails here. False reports it once, and the trainer goes on without it."""
 
     def __post_init__(self) -> None:
-        if self.objective.entropy_coef or self.objective.kl_coef:
+        objective, usual = self.objective, type(self.objective).aggregate
+        if objective.entropy_coef or objective.kl_coef or objective.aggregate != usual:
             raise ConfigError(
-                "objective.entropy_coef and objective.kl_coef must be 0: the trainer has settings "
-                "of its own for both."
+                "leave out objective.entropy_coef, kl_coef and aggregate: the trainer has settings "
+                "of its own for them."
+            )
+        if self.correction.rescorings:
+            raise ConfigError(
+                "correction.rescorings: the trainer's engine scores no reply again. Take the "
+                "recorded log-probs: correction=bypass."
             )
 
     @classmethod
@@ -75,7 +81,7 @@ class Settings:
         except Exception as error:
             if self.strict:
                 raise
-            why = str(error) if isinstance(error, LockstepError) else named(error)
+            why = words_of(error)
             say_once(f"{what}: {why} The trainer goes on without it; LOCKSTEP=strict=true raises.")
             return otherwise()
 
@@ -148,7 +154,8 @@ def weigh_piece(
     if correction.needs_whole_batch:
         raise ConfigError(
             "this correction depends on the whole batch (normalize, kl_penalty_form=advantage or "
-            "denominator=kept), and a loss sees one micro-batch. Set correction.normalize=false."
+            "denominator=kept), and a loss sees one micro-batch. Set correction.normalize=false, "
+            "kl_penalty_form=loss and denominator=original."
         )
     found = weigh(logprobs.detach(), rollout.detach(), correction, layout=layout, facts=facts)
     d, _ = kl.log_ratio(logprobs, rollout, layout.mask)

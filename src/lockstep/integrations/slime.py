@@ -56,13 +56,19 @@ def correct(
     figures are of each token: the trainer takes their means, and nothing is copied to the host.
     """
     settings = _settings()
+    if settings.correction.changes_loss or not settings.correction.changes_tokens:
+        raise ConfigError(
+            "expected weights or rules for slime's own loss, as LOCKSTEP=correction=tis; an anchor "
+            "and kl_penalty_form=loss are for --custom-loss-function-path."
+        )
 
     def ours() -> tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]:
         layout = _layout(loss_masks, train_log_probs=train_log_probs)
         old, rollout = torch.cat([*train_log_probs]), torch.cat([*rollout_log_probs])
         found, figures = weigh_piece(settings.correction, old, rollout, layout=layout)
         masks = torch.split(found.keep.to(loss_masks[0].dtype), [len(m) for m in loss_masks])
-        return pg_loss * found.weights, list(masks), figures | {"tis": found.weights}
+        kept_loss = torch.where(found.keep, pg_loss, 0.0)
+        return kept_loss * found.weights, list(masks), figures | {"tis": found.weights}
 
     return settings.attempt("the correction", ours, lambda: (pg_loss, loss_masks, {}))
 

@@ -32,10 +32,10 @@ import torch
 from lockstep.correction.config import Correction
 from lockstep.correction.tokens import TokenFacts
 from lockstep.correction.weighing import correct, measure, merged
-from lockstep.doctor.watch import Watch
+from lockstep.doctor.watch import Watch, words_of
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
-from lockstep.errors import CapabilityError, ConfigError, LockstepError, MismatchError, named
+from lockstep.errors import CapabilityError, ConfigError, MismatchError
 from lockstep.integrations.common import check_version
 from lockstep.launch.event_loop import run_to_end
 from lockstep.types import Request, SamplingParams, frozen_ids
@@ -130,6 +130,12 @@ class LockstepMixin:
                 f"correction.level={correction.level}: RLOOTrainer has one ratio for a reply; "
                 "expected sequence or geometric."
             )
+        is_own = correction and (correction.rescorings or correction.changes_loss)
+        if correction and (is_own or (is_rloo and correction.changes_advantages)):
+            raise ConfigError(
+                "the loss and the engine are TRL's own: leave out correction.rescorings and "
+                "kl_penalty_coef. With kl_penalty_form=advantage GRPOTrainer takes a penalty."
+            )
         options = {} if watch is True else watch
         self._lockstep = _Session(
             trainer=self,
@@ -222,8 +228,7 @@ class _Session:
             if self.strict:
                 raise
             self.is_off = True
-            text = str(error) if isinstance(error, LockstepError) else named(error)
-            step = getattr(self.trainer.state, "global_step", 0)
+            step, text = getattr(self.trainer.state, "global_step", 0), words_of(error)
             _log.warning("step %s: lockstep: ends here, training goes on: %s", step, text)
             return None
 
@@ -290,13 +295,19 @@ class _Session:
         facts = TokenFacts(advantages=by_token)
         found = correct(logprobs, rollout, self.correction, layout=mask, facts=facts)
         self.reports.append(found.report)
+        if found.penalty is not None:
+            advantages = by_token = by_token + found.penalty
         if "importance_sampling_ratio" in inputs:  # TRL's own, of vLLM
-            inputs["importance_sampling_ratio"] = found.weights.masked_fill(~mask, 1.0)
+            weights = found.weights.masked_fill(~mask, 1.0)
+            inputs |= {"importance_sampling_ratio": weights, "advantages": advantages}
         elif "old_logps" in inputs:
             inputs["advantages"] = advantages * found.weights.amax(1)
         else:
-            by_token = by_token if found.penalty is None else by_token + found.penalty
             inputs["advantages"] = by_token * found.weights
+        # TRL's ratio is to its own policy before the update, or with None exactly 1.
+        anchors = {"rollout": torch.where(found.keep, rollout, logprobs), "on_policy": None}
+        if self.correction.anchor in anchors:
+            inputs["old_per_token_logps"] = anchors[self.correction.anchor]
 
     def look(self, batch: dict[str, Any]) -> None:
         """Logs the gap and the causes of a batch that has all its log-probs."""

@@ -72,6 +72,12 @@ def policy_loss(
     """
     known, mask = settings(), response_mask != 0
     is_bypass = known.correction.anchor == "rollout"
+    if known.correction.changes_tokens and not is_bypass and rollout_is_weights is None:
+        raise ConfigError(
+            "the batch has no rollout_is_weights of the correction. Set trainer."
+            "checkpoint_callback_class=lockstep.integrations.verl.Callback and "
+            "actor_rollout_ref.rollout.calculate_log_probs=True."
+        )
     found = token_losses(
         known,
         log_prob,
@@ -315,12 +321,11 @@ def _gateway_loop() -> Any:
         def _output(self, sample: Sample, reward: float | None) -> Any:
             start = int(sample.loss_mask.argmax())
             reply = slice(start, start + self.rollout_config.response_length)
-            logprobs = np.nan_to_num(sample.columns["rollout_logprobs"][reply])
             return output(
                 prompt_ids=sample.token_ids[:start].tolist(),
                 response_ids=sample.token_ids[reply].tolist(),
                 response_mask=sample.loss_mask[reply].astype(int).tolist(),
-                response_logprobs=logprobs.tolist(),
+                response_logprobs=np.nan_to_num(sample.columns["rollout_logprobs"][reply]).tolist(),
                 reward_score=reward,
                 num_turns=len(np.unique(sample.columns["turn"][sample.loss_mask])),
                 metrics=metrics(),

@@ -9,10 +9,11 @@ critic's values are in `objectives/token_advantages.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import singledispatch
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -22,6 +23,7 @@ from lockstep.objectives.config import GRPO, RLOO, AdvantageConfig, ReinforcePlu
 
 Tensor = torch.Tensor
 Numbers = Sequence[float] | npt.NDArray[Any] | Tensor
+Names = Sequence[Hashable] | npt.NDArray[Any] | Tensor
 
 EPS = 1e-6
 """Added to a standard deviation: verl's number; TRL has 1e-4. Rewards of 0 and 1 differ by more."""
@@ -31,16 +33,16 @@ EPS = 1e-6
 def centered(
     rewards: Numbers,
     *,
-    trajectories: Numbers | None = None,
-    groups: Numbers | None = None,
+    trajectories: Names | None = None,
+    groups: Names | None = None,
     normalize_std: bool,
 ) -> Any:
     """Rewards of leaves minus their mean, over each group.
 
     rewards: [L], of the leaves. trajectories: [L], the trajectory of each leaf; None: each its own.
-    groups: [L], the group of each leaf; None: all one. Mean and standard deviation (divided by
-    n - 1) count every trajectory once. Equal rewards, and fewer than two trajectories, give zeros.
-    An array gives an array, a tensor a tensor.
+    groups: [L], the group of each leaf, by numbers or texts; None: all one. Mean and standard
+    deviation (divided by n - 1) count every trajectory once. Equal rewards, and fewer than two
+    trajectories, give zeros. An array gives an array, a tensor a tensor.
 
     >>> centered([1.0, 0.0, 0.0, 0.0], normalize_std=False).tolist()
     [0.75, -0.25, -0.25, -0.25]
@@ -54,7 +56,7 @@ def centered(
 
 @takes_arrays
 def leave_one_out(
-    rewards: Numbers, *, trajectories: Numbers | None = None, groups: Numbers | None = None
+    rewards: Numbers, *, trajectories: Names | None = None, groups: Names | None = None
 ) -> Any:
     """Rewards of leaves minus the mean of all other trajectories, over each group.
 
@@ -115,22 +117,32 @@ def _(config: ReinforcePlusPlus, rewards: Any, *, trajectories: Any, groups: Any
 
 
 def _leaves(
-    rewards: Numbers, trajectories: Numbers | None, groups: Numbers | None
+    rewards: Numbers, trajectories: Names | None, groups: Names | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[L] each: rewards, float64; numbers of the trajectories, other ones in each group; of the
     groups. An episode is in several groups where its turns are compared."""
-    values = torch.as_tensor(rewards).double().reshape(-1)
-    device = values.device
-    if trajectories is None:
-        owner = torch.arange(len(values), device=device)
-    else:
-        owner = torch.as_tensor(trajectories, device=device)
-    if owner.shape != values.shape:
-        raise AlignmentError(f"{len(values)} rewards, but the trajectories of {len(owner)} leaves.")
-    if groups is None:
-        return values, owner, torch.zeros_like(owner)
-    group = _numbered(torch.as_tensor(groups, device=device))
-    return values, group * len(values) + _numbered(owner), group
+    values = torch.as_tensor(rewards).double()
+    if values.ndim != 1:
+        raise AlignmentError(
+            f"the rewards have the shape {list(values.shape)}; expected one per leaf, "
+            f"[{values.numel()}], with the group of each: groups=..."
+        )
+    found = list[Tensor]()
+    for name, given in (("groups", groups), ("trajectories", trajectories)):
+        if given is None:
+            given = torch.arange(len(values)) * (name == "trajectories")
+        names = given if isinstance(given, Tensor) else torch.from_numpy(numbered(given))
+        if names.shape != values.shape:
+            raise AlignmentError(f"{len(values)} rewards, but the {name} of {len(names)} leaves.")
+        found.append(_numbered(names.to(values.device)))
+    group, owner = found
+    return values, group * len(values) + owner, group
+
+
+def numbered(names: Iterable[Hashable]) -> Any:
+    """[n] int64: equal names have equal numbers."""
+    numbers = dict[Hashable, int]()
+    return np.array([numbers.setdefault(name, len(numbers)) for name in names], np.int64)
 
 
 def _over(names: Tensor, values: Tensor, how: str = "sum") -> Tensor:

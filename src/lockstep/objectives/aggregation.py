@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 def token_weights(
-    layout: Layout,
+    layout: Layout | Tensor,
     how: Aggregate,
     *,
     denominator: float | Tensor | None = None,
@@ -38,11 +38,12 @@ def token_weights(
     """
     if not is_aggregate(how):
         raise ConfigError(f"aggregate={how!r} must be {AGGREGATES}.")
-    if isinstance(denominator, int | float) and not denominator > 0:
+    if not isinstance(denominator, Tensor | None) and not denominator > 0:
         raise ConfigError(
             f"denominator={denominator} must be above 0: it is the number of tokens (token_mean) "
             "or rows of the whole batch."
         )
+    layout = Layout.of(layout)
     count_R = layout.row_counts(device)
     if denominator is None:
         counted = count_R if how == "token_mean" else (count_R > 0).double()
@@ -61,19 +62,19 @@ def token_weights(
 @takes_arrays
 def aggregate(
     token_loss: Tensor,
-    layout: Layout,
+    layout: Layout | Tensor,
     *,
     how: Aggregate = "token_mean",
     denominator: float | Tensor | None = None,
 ) -> Tensor:
     """[]: the loss of a batch from the losses of its tokens; carries their gradient.
 
-    token_loss: the layout's shape. Tokens that do not count add nothing, whatever value they hold.
-    A layout whose rows are split over ranks gives this rank's part; the parts sum to the loss.
-    Sources: token_mean DAPO (arXiv 2503.14476), sequence_mean GRPO (arXiv 2402.03300), a number Dr.
-    GRPO (arXiv 2503.20783).
+    token_loss: the layout's shape; a [B, T] mask is a padded layout. Tokens that do not count add
+    nothing, whatever value they hold. A layout whose rows are split over ranks gives this rank's
+    part; the parts sum to the loss. Sources: token_mean DAPO (arXiv 2503.14476), sequence_mean GRPO
+    (arXiv 2402.03300), a number Dr. GRPO (arXiv 2503.20783).
     """
-    layout.check(token_loss=token_loss)
+    layout = Layout.of(layout, token_loss=token_loss)
     weights = token_weights(layout, how, denominator=denominator, device=token_loss.device)
     if layout.mask is not None:
         token_loss = torch.where(layout.mask, token_loss, 0.0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from numbers import Real
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from lockstep.config import Checked, Interval, at_least, require
 from lockstep.errors import ConfigError
@@ -23,7 +24,15 @@ USUAL_DIVERGENCE: dict[Divergence, float] = {"tv": 0.2, "kl": 0.05}
 
 def is_aggregate(how: object) -> bool:
     """True for one of `AGGREGATES`."""
-    return how in ("token_mean", "sequence_mean") or (isinstance(how, int | float) and how > 0)
+    if isinstance(how, Real) and not isinstance(how, bool):
+        return 0 < float(how) < math.inf
+    return how in ("token_mean", "sequence_mean")
+
+
+def check_kind(name: str, kind: object, kinds: Any) -> None:
+    """Raises ConfigError unless `kind` is one of a Literal's values."""
+    if kind not in get_args(kinds):
+        raise ConfigError(f"{name}={kind!r} must be one of {', '.join(get_args(kinds))}.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import torch
 
 from lockstep.correction.arrays import takes_arrays
 from lockstep.errors import AlignmentError
-from lockstep.objectives.config import KLOrder
+from lockstep.objectives.config import KLOrder, check_kind
 from lockstep.ops.context import sum_dtype
 from lockstep.ops.head import chunk_rows
 
@@ -46,6 +46,7 @@ def top_k_kl(logprobs: Tensor, teacher_logprobs: Tensor, *, order: KLOrder = "re
     return _kl(student, teacher, order)
 
 
+@takes_arrays
 def vocabulary_kl(
     hidden: Tensor,
     head: Tensor,
@@ -136,5 +137,7 @@ def _with_rest(logprobs: Tensor) -> Tensor:
 
 def _kl(student: Tensor, teacher: Tensor, order: KLOrder) -> Tensor:
     """student, teacher: [N, outcomes] log-probs."""
+    check_kind("order", order, KLOrder)
     of, other = (student, teacher) if order == "reverse" else (teacher, student)
-    return (of.exp() * (of - other)).sum(-1)
+    prob = of.exp()
+    return (prob * torch.where(prob > 0, of - other, 0.0)).sum(-1)  # 0 log 0 is 0

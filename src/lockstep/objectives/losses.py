@@ -34,6 +34,7 @@ from lockstep.objectives.config import (
     ObjectiveConfig,
     PPOClip,
     Reinforce,
+    check_kind,
 )
 from lockstep.objectives.distillation import SMALLEST_COMPLEMENT, top_k_kl
 
@@ -63,8 +64,9 @@ def read_tokens(mask: Tensor | None, **tensors: Tensor) -> list[Tensor]:
 
 Tensor = torch.Tensor
 
-Clip = tuple[float | Tensor, float | Tensor]
-"""Distances from 1 to the bounds of a ratio, below and above; a tensor has one for each token."""
+Clip = tuple[float | Tensor, float | Tensor] | float
+"""Distances from 1 to the bounds of a ratio, below and above, or one number for both; a tensor has
+one for each token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -197,7 +199,7 @@ def gspo(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
-    layout: Layout,
+    layout: Layout | Tensor,
     *,
     clip: Clip = (3e-4, 4e-4),
     averaged: Layout | None = None,
@@ -211,8 +213,8 @@ def gspo(
     layout's sums are all-reduced. `ratio_mean` and `ratio_max` are of s, `log_ratio_abs_max` is of
     single tokens. Source: Zheng et al. 2025 (arXiv 2507.18071), eq. 5 and, as GSPO-token, eq. 13.
     """
+    layout = Layout.of(layout, logprobs=logprobs)
     mask = layout.mask
-    layout.check(logprobs=logprobs)
     logprobs, old_logprobs, advantages = _read_ratio(mask, logprobs, old_logprobs, advantages)
     log_ratio = (logprobs - old_logprobs).detach()
     averaged = averaged or layout
@@ -242,9 +244,9 @@ def cispo(
     logprobs, old_logprobs, advantages = _read_ratio(mask, logprobs, old_logprobs, advantages)
     log_ratio = (logprobs - old_logprobs).detach()
     ratio = log_ratio.clamp(-RATIO_LIMIT, RATIO_LIMIT).exp()
-    low, high = 1.0 - clip[0], 1.0 + clip[1]
-    loss = -_bounded(ratio, low, high) * advantages * logprobs
-    mean = {"clip_fraction": (ratio < low) | (ratio > high)}
+    weight, is_below, is_above = _bounded(ratio, clip)
+    loss = -weight * advantages * logprobs
+    mean = {"clip_fraction": is_below | is_above}
     return _report(mask, loss, *_with_ratio(mean, ratio, log_ratio))
 
 
@@ -275,10 +277,9 @@ def dppo(
     distance = binary_divergence(logprobs.detach(), old_logprobs, divergence)
     low, high = max_divergence
     is_outside = torch.where(
-        advantages > 0, (log_ratio > 0) & (distance > high), (log_ratio < 0) & (distance > low)
+        log_ratio > 0, (advantages > 0) & (distance > high), (advantages < 0) & (distance > low)
     )
-    weight = torch.where(is_outside, 0.0, ratio.clamp(max=max_ratio))
-    loss = -weight * advantages * logprobs
+    loss = -torch.where(is_outside, 0.0, ratio.clamp(max=max_ratio)) * advantages * logprobs
     mean = {
         "clip_fraction": is_outside,
         "truncated_fraction": ~is_outside & (ratio > max_ratio),
@@ -288,6 +289,7 @@ def dppo(
     return _report(mask, loss, mean, maximum | {"divergence_max": distance})
 
 
+@takes_arrays
 def binary_divergence(logprobs: Tensor, old_logprobs: Tensor, kind: Divergence) -> Tensor:
     """Divergence of two policies on "this token or any other", per token; never negative.
 
@@ -298,6 +300,8 @@ def binary_divergence(logprobs: Tensor, old_logprobs: Tensor, kind: Divergence) 
     >>> binary_divergence(torch.tensor([0.5]).log(), torch.tensor([0.75]).log(), "tv").tolist()
     [0.25]
     """
+    check_kind("divergence", kind, Divergence)
+    logprobs, old_logprobs = read_tokens(None, logprobs=logprobs, old_logprobs=old_logprobs)
     if kind == "tv":
         return (logprobs.exp() - old_logprobs.exp()).abs()
     old_prob = old_logprobs.exp()
@@ -441,15 +445,17 @@ def with_teacher(policy_loss: LossFn, *, coef: float, order: KLOrder) -> LossFn:
 
 def _clipped(ratio: Tensor, advantages: Tensor, clip: Clip) -> tuple[Tensor, Tensor]:
     """(PPO's pessimistic loss, where its clip cuts the gradient off)."""
-    low, high = 1.0 - clip[0], 1.0 + clip[1]
-    loss = -torch.minimum(ratio * advantages, _bounded(ratio, low, high) * advantages)
-    is_above = (ratio > high) & (advantages > 0)
-    return loss, is_above | ((ratio < low) & (advantages < 0))
+    bounded, is_below, is_above = _bounded(ratio, clip)
+    loss = -torch.minimum(ratio * advantages, bounded * advantages)
+    return loss, (is_above & (advantages > 0)) | (is_below & (advantages < 0))
 
 
-def _bounded(ratio: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
-    """`ratio` within [low, high]. Two steps, since `clamp` does not mix numbers and tensors."""
-    return ratio.clamp(min=low).clamp(max=high)
+def _bounded(ratio: Tensor, clip: Clip) -> tuple[Tensor, Tensor, Tensor]:
+    """(`ratio` within its bounds, where it is below them, where it is above)."""
+    below, above = clip if isinstance(clip, tuple | list) else (clip, clip)
+    low, high = 1.0 - below, 1.0 + above
+    # Two steps, since `clamp` does not mix numbers and tensors.
+    return ratio.clamp(min=low).clamp(max=high), ratio < low, ratio > high
 
 
 Figures = dict[str, Tensor]
@@ -511,6 +517,7 @@ def reference_kl(
     Source: DeepSeek-V3.2 (arXiv 2512.02556), the unbiased KL estimate.
     Guard: tests/cpu/correction/test_unbiased_kl.py
     """
+    check_kind("estimator", estimator, KLEstimator)
     if estimator != "unbiased":
         old_logprobs = logprobs  # not read
     elif old_logprobs is None:
@@ -556,15 +563,14 @@ def value_loss(
     loss = (values - returns).square()
     is_clipped = torch.zeros_like(loss, dtype=torch.bool)
     if clip:
-        near = torch.clamp(values, old_values - clip, old_values + clip)
-        clipped = (near - returns).square()
+        clipped = (torch.clamp(values, old_values - clip, old_values + clip) - returns).square()
         is_clipped = (clipped > loss).detach()
         loss = torch.maximum(loss, clipped)
     return TokenLoss(loss / 2, mean={"clip_fraction": is_clipped})
 
 
 @takes_arrays
-def explained_variance(values: Tensor, returns: Tensor, layout: Layout) -> float | None:
+def explained_variance(values: Tensor, returns: Tensor, layout: Layout | Tensor) -> float | None:
     """1 - Var(returns - values) / Var(returns) over all tokens that count.
 
     1: the critic predicts returns exactly. 0: no better than their mean. Below 0: worse than their
@@ -573,7 +579,7 @@ def explained_variance(values: Tensor, returns: Tensor, layout: Layout) -> float
     >>> explained_variance(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 2.0]), Layout.packed([2]))
     1.0
     """
-    layout.check(values=values, returns=returns)
+    layout = Layout.of(layout, values=values, returns=returns)
     if not values.numel():
         return None
     values, returns = values.detach().double(), returns.detach().double()

@@ -23,7 +23,7 @@ BLOCK = 128
 def gae(
     rewards: Tensor,
     values: Tensor,
-    layout: Layout,
+    layout: Layout | Tensor,
     *,
     gamma: float = 1.0,
     lam: float = 1.0,
@@ -34,8 +34,8 @@ def gae(
     rewards, values: the layout's shape. A reward is given after its token; a value belongs to the
     state before its token. bootstrap: [R], the value of the state after the row's
     last token where the episode was cut off; 0 (and None: everywhere) where it ended. Both results
-    have the layout's shape and the dtype of `values`, 0.0 where tokens do not count; computed in
-    float64.
+    have the layout's shape and the dtype of `values`, float32 where those are whole numbers. They
+    are 0.0 where tokens do not count, and computed in float64.
 
         delta_t = r_t + gamma * V_next - V_t
         A_t = delta_t + gamma * lam * A_next,  returns_t = A_t + V_t
@@ -54,8 +54,9 @@ def gae(
     >>> gae(torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.5, 0.5, 0.5]), layout, lam=0.5)
     (tensor([0.1250, 0.2500, 0.5000]), tensor([0.6250, 0.7500, 1.0000]))
     """
+    layout = Layout.of(layout, rewards=rewards, values=values)
     _check_whole_rows(layout, rewards, values, bootstrap)
-    rewards, values = rewards.detach(), values.detach()
+    rewards, values = rewards.detach(), values.detach() * 1.0
     # Rows from the left, without the tokens that do not count, and 0.0 behind their ends.
     device, width = values.device, int(np.diff(layout.offsets).max(initial=0))
     is_counted = _counted(layout, device).reshape(-1)
@@ -85,15 +86,14 @@ def gae(
 
 
 @takes_arrays
-def whiten(values: Tensor, layout: Layout, *, eps: float = 1e-8) -> Tensor:
+def whiten(values: Tensor, layout: Layout | Tensor, *, eps: float = 1e-8) -> Tensor:
     """(values - mean) / sqrt(variance + eps) over all tokens that count; 0.0 elsewhere.
 
     values: the layout's shape. The variance is divided by n - 1; fewer than two tokens give zeros.
     Every token counts alike, so long rows weigh more. Over this layout alone: a batch that is
     spread over ranks otherwise than by splitting rows is gathered first.
     """
-    layout.check(values=values)
-    given = values.detach()
+    layout, given = Layout.of(layout, values=values), values.detach() * 1.0
     is_token = _counted(layout, given.device)
     inside = torch.where(is_token, given.double(), 0.0)
     count = layout.row_counts(given.device).sum()
@@ -123,8 +123,7 @@ def _sum_from_the_right(delta_RS: Tensor, decay: float) -> Tensor:
     left_K = factor ** (BLOCK - steps)
     out_RS = torch.empty_like(delta_RS)
     carry_R = delta_RS.new_zeros(len(delta_RS))
-    num_blocks = -(-delta_RS.shape[1] // BLOCK)
-    for block in reversed(range(num_blocks)):
+    for block in reversed(range(-(-delta_RS.shape[1] // BLOCK))):
         places = slice(block * BLOCK, min((block + 1) * BLOCK, delta_RS.shape[1]))
         size = places.stop - places.start
         summed = delta_RS[:, places] @ weight_KK[:size, :size]
@@ -136,7 +135,6 @@ def _sum_from_the_right(delta_RS: Tensor, decay: float) -> Tensor:
 def _check_whole_rows(
     layout: Layout, rewards: Tensor, values: Tensor, bootstrap: Tensor | None
 ) -> None:
-    layout.check(rewards=rewards, values=values)
     if layout.group is not None:
         raise AlignmentError(
             "these rows are split over ranks, and a token's advantage is a sum over all that "

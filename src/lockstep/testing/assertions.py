@@ -197,17 +197,18 @@ def _by_template(
     return found["input_ids"] if isinstance(found, Mapping) else found
 
 
-def assert_physical(metrics: Sequence[Mapping[str, Any]]) -> None:
+def assert_physical(metrics: Sequence[Mapping[str, Any]] | Mapping[str, Any]) -> None:
     """Asserts that the statistics of training do not contradict each other.
 
-    metrics: one mapping per step, by the names of docs/reference/metrics.md (mismatch/k1,
-    train/clip_fraction) or the names of verl, TRL and slime for the same figures
+    metrics: one mapping per step, or one alone, by the names of docs/reference/metrics.md
+    (mismatch/k1, train/clip_fraction) or the names of verl, TRL and slime for the same figures
     (doctor/facts/metric_names.toml). Rules without their metrics are skipped; if no rule can
     be tried, that is an AssertionError too.
 
     >>> assert_physical([{"train/pg_clipfrac": 0.02, "train/loss": 0.1}] * 8)
     """
-    finding = contradictions(Setting(step_metrics=tuple(metrics)))
+    steps = (metrics,) if isinstance(metrics, Mapping) else tuple(metrics)
+    finding = contradictions(Setting(step_metrics=steps))
     if finding.verdict == "not_checkable":
         raise AssertionError(f"{finding.measured}.")
     if finding.verdict == "differs":
@@ -226,7 +227,10 @@ def _array(values: Any) -> npt.NDArray[Any]:
 
 
 def _ids(values: Any) -> npt.NDArray[np.int32]:
-    return _array(values).astype(np.int32).reshape(-1)
+    found = _array(values)
+    if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+        raise AssertionError(f"expected a list of ids, of one row or turn; found {values!r:.60}.")
+    return found.astype(np.int32)
 
 
 def _rows(rollout: Any, trainer: Any, mask: Any, ids: Any, name: str) -> Rows:

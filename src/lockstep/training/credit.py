@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.objectives.advantages import leaf_advantages
+from lockstep.objectives.advantages import leaf_advantages, numbered
 from lockstep.objectives.config import AdvantageConfig, CreditConfig
 from lockstep.types import Group, Trajectory
 
@@ -220,8 +220,8 @@ def _compared(
     found = leaf_advantages(
         advantage,
         np.array(list(values.values()), np.float64),
-        trajectories=_numbered(_owner(turn, common) for turn in values),
-        groups=_numbered(alike[turn] for turn in values),
+        trajectories=numbered(_owner(turn, common) for turn in values),
+        groups=numbered(alike[turn] for turn in values),
     )
     return dict(zip(values, found.tolist(), strict=True))
 
@@ -248,9 +248,3 @@ def _owner(turn: Key, common: str) -> Hashable:
     """The unit of the baseline: among turns of one number the episode, with all its branches;
     elsewhere each turn by itself, as in GiGPO."""
     return turn[0] if common == "turn" else turn
-
-
-def _numbered(values: Iterable[Hashable]) -> Any:
-    """[n] int64: equal values have equal numbers."""
-    numbers: dict[Hashable, int] = {}
-    return np.array([numbers.setdefault(value, len(numbers)) for value in values], np.int64)

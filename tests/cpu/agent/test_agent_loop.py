@@ -117,8 +117,7 @@ def test_draws_from_global_generators_do_not_depend_on_what_runs_beside():
                 self.drawn.append(random.random())
                 return await super().step(message)
 
-        engine = FakeEngine(calls_then_answers(1))
-        gather(engine, lambda task: Draws(), [TASK], group_size=4)
+        gather(FakeEngine(calls_then_answers(1)), lambda task: Draws(), [TASK], group_size=4)
         return found
 
     found = draws_of([0, 1, 2, 3])

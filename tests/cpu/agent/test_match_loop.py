@@ -138,8 +138,7 @@ def test_the_players_of_one_seat_in_one_match_are_a_group_of_their_own():
 
 
 def test_a_frozen_seat_is_played_and_scored_and_has_no_rows():
-    seats = {"first": seat(), "second": seat(name="old")}
-    (group,) = play(Relay, seats, group_size=2)
+    (group,) = play(Relay, {"first": seat(), "second": seat(name="old")}, group_size=2)
     frozen = [t for t in group.trajectories if t.seat == "second"]
     assert [t.policy for t in frozen] == ["old", "old"] and [t.reward for t in frozen] == [0.0, 1.0]
     assert [row for t in frozen for row in t.rows()] == []

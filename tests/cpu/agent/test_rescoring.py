@@ -77,8 +77,7 @@ def rows_of(groups):
 
 
 def test_every_sampled_token_is_scored_n_times_and_the_row_has_the_mean_probability():
-    engine = NoisyScores()
-    groups = play(engine)
+    groups = play(NoisyScores())
     rows = rows_of(groups)
     metrics = average_rows(rows, groups)
     for trajectory in (t for g in groups for t in g.trajectories):
@@ -222,8 +221,7 @@ def test_weights_that_change_between_asking_and_scoring_discard_the_answer():
 
 
 def test_scorings_that_fail_are_counted_and_the_others_are_averaged():
-    engine = NoisyScores(num_broken=5)
-    groups = play(engine)
+    groups = play(NoisyScores(num_broken=5))
     metrics = average_rows(rows_of(groups), groups)
     assert metrics["noise/failed_rescorings"] == 5
     assert 2 < metrics["noise/rescorings"] < 3
@@ -313,8 +311,7 @@ def test_under_the_contract_the_same_bits_are_sampled_and_every_scoring_is_what_
     plain, _ = quickstart(num_scorings=0)
     sampled, groups = quickstart(num_scorings=3)
     assert sampled == plain
-    rows = rows_of(groups)
-    metrics = average_rows(rows, groups)
+    metrics = average_rows(rows_of(groups), groups)
     for trajectory in (t for g in groups for t in g.trajectories):
         for index, looks in trajectory.rescorings.logprobs.items():
             assert all((x == trajectory.segments[index].logprobs).all() for x in looks)

@@ -61,8 +61,7 @@ def play(engine, *, between=None, **changes):
 
 
 def make_engine():
-    size = RENDERER.tokenizer.vocab_size
-    model = Decoder(tiny_config("gpt_oss", vocab_size=size, num_experts=8))
+    model = Decoder(tiny_config("gpt_oss", vocab_size=RENDERER.tokenizer.vocab_size, num_experts=8))
     model.init_weights(std=0.3, seed=0)
     return model, EmbeddedEngine(model, EmbeddedConfig(page_size=16, kv_cache_tokens=1024))
 

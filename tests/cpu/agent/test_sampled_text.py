@@ -97,11 +97,10 @@ def batch(kind):
     renderer.tokenizer.encoded.clear()
     # Which turn comes next is seen at the prompt's id of the request: "0-...", "1-...", "2-...".
     engine = FakeEngine(lambda request: turns[int(request.id.rpartition("/")[2].split("-")[0])])
-    agent = AgentConfig(max_turns=3, continue_cut_turns=True)
     groups = asyncio.run(
         all_groups(
             engine, renderer, lambda task: Talks(), [Task(id="a"), Task(id="b")], group_size=2,
-            config=agent,
+            config=AgentConfig(max_turns=3, continue_cut_turns=True),
         )
     )  # fmt: skip
     return renderer, groups

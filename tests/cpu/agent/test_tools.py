@@ -360,8 +360,7 @@ def test_a_tool_that_runs_alone_waits_for_the_calls_before_it_and_keeps_those_af
     notes = Notes()
     tools = [tool(notes.note, name="beside", parallel=True), tool(notes.note, name="alone")]
     names = ["beside"] * 2 + ["alone"] + ["beside"] * 2
-    calls = [call(name, number=n) for n, name in enumerate(names, 1)]
-    run(tools, calls)
+    run(tools, [call(name, number=n) for n, name in enumerate(names, 1)])
     assert notes.seen == [2, 1, 3, 5, 4]
 
 

@@ -114,8 +114,7 @@ def test_the_support_reaches_the_training_row_token_by_token(tokens_per_step):
 
 async def test_a_reply_over_a_weight_update_has_the_support_of_each_part():
     engine = FakeEngine(lambda request: ANSWER, support=kept_of, tokens_per_step=1)
-    config = AgentConfig(top_k=3)
-    sampling = training_sampling(config, engine.capabilities)
+    sampling = training_sampling(AgentConfig(top_k=3), engine.capabilities)
     playing = asyncio.ensure_future(
         one_episode(engine, RENDERER, OneTurn(), sampling=sampling, max_tokens=1000)
     )

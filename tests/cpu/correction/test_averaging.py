@@ -18,6 +18,7 @@ def logs(*rows):
 def test_the_mean_is_of_probabilities_and_not_of_their_logs():
     scorings = logs([0.1, 0.5], [0.3, 0.5], [0.8, 0.2])
     found = average_logprobs(scorings)
+    assert average_logprobs([*scorings.numpy()]).logprobs.tolist() == found.logprobs.tolist()
     assert found.logprobs.exp().tolist() == pytest.approx([0.4, 0.4], rel=1e-6)
     assert found.logprobs.dtype == torch.float32 and found.sampling_bias is None
     assert bool((found.logprobs > scorings.mean(0)).all()), "Jensen"

@@ -27,8 +27,7 @@ def test_what_is_masked_may_be_anything():
 
 
 def test_sums_are_float64_and_carry_no_gradient():
-    values = torch.full((10_001,), 0.1, requires_grad=True)
-    found = Layout.packed([10_001]).row_sums(values)
+    found = Layout.packed([10_001]).row_sums(torch.full((10_001,), 0.1, requires_grad=True))
     assert found.dtype == torch.float64 and not found.requires_grad
     assert found.item() == pytest.approx(10_001 * float(torch.tensor(0.1)), rel=1e-12)
 

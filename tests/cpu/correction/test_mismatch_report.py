@@ -54,7 +54,6 @@ def test_every_number_is_what_the_formula_says():
     unforced = rollout <= FORCED_LOGPROB
     ratio = np.exp(d)
     per_row = np.array([d[:3].mean(), d[3:].mean()])
-    products = np.exp([d[:3].sum(), d[3:].sum()])
     expected = {
         "k1": -d.mean(), "k2": 0.5 * (d**2).mean(), "k3": k3.mean(),
         "k1_unforced": -d[unforced].mean(), "k2_unforced": 0.5 * (d[unforced] ** 2).mean(),
@@ -62,7 +61,7 @@ def test_every_number_is_what_the_formula_says():
         "log_ratio_max": d.max(), "log_ratio_min": d.min(), "unequal_tokens": 5,
         "outlier_tokens": 4, "compared_tokens": 6, "forced_share": 1 / 6, "nonfinite_tokens": 0,
         "ess": ratio.sum() ** 2 / (6 * (ratio**2).sum()), "chi2": (ratio**2).mean() - 1,
-        "chi2_sequence": (products**2).mean() - 1,
+        "chi2_sequence": (np.exp([d[:3].sum(), d[3:].sum()])**2).mean() - 1,
         "log_ppl_abs_diff_max": np.abs(per_row).max(),
         "log_ppl_abs_diff_mean": np.abs(per_row).mean(),
         "log_ppl_diff_mean": -per_row.mean(), "log_ppl_diff_max": (-per_row).max(),
@@ -81,8 +80,7 @@ def test_sequences_weigh_the_same_whatever_their_length():
 
 
 def test_rows_without_a_compared_token_are_no_sequence():
-    nan = math.nan
-    trainer, rollout = torch.tensor([-1.0, -1.0, nan]), torch.tensor([-3.0, -3.0, -1.0])
+    trainer, rollout = torch.tensor([-1.0, -1.0, math.nan]), torch.tensor([-3.0, -3.0, -1.0])
     found = report(trainer, rollout, [0, 2, 1, 0]).to_metrics()
     assert found["mismatch/log_ppl_diff_mean"] == found["mismatch/log_ppl_diff_min"] == -2.0
     assert found["mismatch/log_ppl_abs_diff_max"] == 2.0
@@ -109,8 +107,7 @@ def test_equal_sides_have_no_mismatch_at_all():
 
 
 def test_a_shift_by_one_token_shows_in_k2_and_k3_though_k1_cancels():
-    g = torch.Generator().manual_seed(0)
-    logprobs = -5 * torch.rand(4000, generator=g)
+    logprobs = -5 * torch.rand(4000, generator=torch.Generator().manual_seed(0))
     shifted = measure(logprobs, logprobs.roll(1)).to_metrics()
     # a telescope: the sum is 0 but for the rounding of 4000 float32 differences of values below 5
     assert abs(shifted["mismatch/k1"]) < 1e-6
@@ -119,8 +116,7 @@ def test_a_shift_by_one_token_shows_in_k2_and_k3_though_k1_cancels():
 
 @pytest.mark.parametrize("scale", [1e-7, 1e-4, 1e-2, 1.0])
 def test_quantiles_are_those_of_the_tokens_to_six_percent(scale):
-    g = torch.Generator().manual_seed(0)
-    d = scale * torch.randn(20_000, generator=g, dtype=torch.float64)
+    d = scale * torch.randn(20_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     base = torch.full_like(d, -10.0)
     found = measure(base + d, base).to_metrics()
     ordered = (base + d - base).sort().values
@@ -193,8 +189,7 @@ def test_each_part_is_the_report_of_its_tokens_alone_and_all_add_up_to_the_whole
     trainer, rollout, numbers = make_tokens(600)
     facts, correction = TokenFacts(**numbers), Correction.mis()
     whole = correct(trainer, rollout, correction, facts=facts).to_metrics()
-    of_part = numbers[f"{part}s"].numpy()
-    found = np.searchsorted(STARTS[part], of_part, side="right") - 1
+    found = np.searchsorted(STARTS[part], numbers[f"{part}s"].numpy(), side="right") - 1
     weights = correct(trainer, rollout, correction)
     counts = []
     for index, label in enumerate(LABELS[part]):
@@ -207,8 +202,7 @@ def test_each_part_is_the_report_of_its_tokens_alone_and_all_add_up_to_the_whole
             assert value == pytest.approx(alone[f"mismatch/{name}"], rel=1e-9), (label, name)
         counts.append(whole[f"mismatch/by_{part}/{label}/compared_tokens"])
         raw = (trainer - rollout).exp()[chosen]
-        kept = weights.keep[chosen]
-        bounded = raw.clamp(max=2.0)[kept].double()
+        bounded = raw.clamp(max=2.0)[weights.keep[chosen]].double()
         assert whole[f"correction/by_{part}/{label}/weight_mean"] == pytest.approx(
             float(bounded.mean()), rel=1e-6
         )
@@ -336,8 +330,7 @@ def test_long_batches_are_measured_in_chunks_with_the_same_result():
     numbers["turns"] = torch.arange(size) % 9
     whole = report(trainer, rollout, lengths, facts=TokenFacts(**numbers))
     # the same tokens in rows that no chunk cuts: everything but figures of sequences is equal
-    short = [64] * (size // 64) + [size % 64]
-    parts = report(trainer, rollout, short, facts=TokenFacts(**numbers))
+    parts = report(trainer, rollout, [64] * (size // 64) + [size % 64], facts=TokenFacts(**numbers))
     of_sequences = ("/log_ppl", "/chi2_sequence")
     left, right = (
         {n: v for n, v in r.to_metrics().items() if not any(s in n for s in of_sequences)}

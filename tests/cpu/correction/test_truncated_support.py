@@ -27,8 +27,7 @@ def renormalized_logprobs(logits, ids, support, *, temperature=1.0):
 
 def kept_log_mass(logits, ids, support, *, temperature=1.0):
     whole = torch.log_softmax(logits / temperature, -1)
-    over = whole.masked_fill(~kept_tokens(logits, support), -torch.inf)
-    return over.logsumexp(-1).clamp(max=0.0)
+    return whole.masked_fill(~kept_tokens(logits, support), -torch.inf).logsumexp(-1).clamp(max=0.0)
 
 
 @st.composite

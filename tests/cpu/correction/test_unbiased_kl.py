@@ -33,8 +33,7 @@ def expected(estimate, logits, drawn_by):
     """(mean, gradient of the mean) over tokens that `drawn_by` draws: every outcome by its
     probability, which is a constant as it is for tokens that were sampled."""
     leaf = logits.clone().requires_grad_()
-    prob = drawn_by.softmax(-1)
-    value = (prob * estimate(leaf.log_softmax(-1))).sum()
+    value = (drawn_by.softmax(-1) * estimate(leaf.log_softmax(-1))).sum()
     value.backward()
     return value.detach(), leaf.grad
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from quickstarts import quickstart_with
 
-from lockstep.correction import Correction, Layout, Rule, TokenFacts, correct, weigh
+from lockstep.correction import Correction, Layout, Rule, TokenFacts, correct, measure, weigh
 from lockstep.correction.weighing import merged
 from lockstep.errors import AlignmentError
 
@@ -456,9 +456,15 @@ def test_nothing_but_the_tensors_is_one_row_per_line():
 def test_any_mask_of_numbers_is_a_padded_layout():
     new, old = torch.tensor([[-1.0, 5.0]]), torch.tensor([[-2.0, NAN]])
     for dtype in (torch.bool, torch.int64, torch.float32):
-        mask = torch.tensor([[1, 0]]).to(dtype)
-        found = correct(new, old, Correction.tis(8.0), layout=mask)
+        found = correct(new, old, Correction.tis(8.0), layout=torch.tensor([[1, 0]]).to(dtype))
         assert found.weights.tolist() == [[pytest.approx(math.e), 0.0]]
+
+
+def test_ages_are_whole_numbers_of_any_dtype():
+    new, old = torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -2.0])
+    for dtype in (torch.uint8, torch.int16, torch.float32):
+        facts = TokenFacts(ages=torch.tensor([0, 1]).to(dtype))
+        assert measure(new, old, facts=facts).to_metrics()["mismatch/by_age/1/k1"] == -1.0
 
 
 def test_weights_are_float32_constants_of_the_inputs_shape():
@@ -538,8 +544,7 @@ def test_the_largest_weight_of_a_sequence_is_told_though_all_are_rejected():
     ],
 )
 def test_the_rejection_of_mis_follows_its_level(level, aggregation, low, high):
-    words = ["correction=mis", f"correction.level={level}"]
-    by_name = quickstart_with(*words).correction
+    by_name = quickstart_with("correction=mis", f"correction.level={level}").correction
     assert by_name == Correction.mis(level=level)
     rule = by_name.rules[0]
     assert (rule.aggregation, rule.low, rule.high) == (aggregation, low, high)

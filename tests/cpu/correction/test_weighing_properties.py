@@ -50,8 +50,7 @@ def assert_same(left, right, index=slice(None)):
 
 def pad(batch, width, filler):
     """(padded tensors, facts, mask): rows at the left of `width`, `filler` [R, width] elsewhere."""
-    rows = len(batch.lengths)
-    mask = torch.arange(width)[None] < torch.tensor(batch.lengths).reshape(rows, 1)
+    mask = torch.arange(width)[None] < torch.tensor(batch.lengths).reshape(len(batch.lengths), 1)
 
     def fill(values):
         # Integers hold the largest of either sign where a float holds what is not finite.
@@ -100,8 +99,7 @@ def test_what_stands_in_the_padding_changes_no_bit(batch, correction, extra, dat
 @given(batches(logprobs=st.one_of(finite, broken)), corrections(), st.integers(0, 3))
 def test_padded_rows_are_packed_rows(batch, correction, extra):
     width = max(batch.lengths, default=0) + extra
-    filler = torch.full((len(batch.lengths), width), math.nan)
-    new, old, facts, mask = pad(batch, width, filler)
+    new, old, facts, mask = pad(batch, width, torch.full((len(batch.lengths), width), math.nan))
     padded = correct(new, old, correction, layout=mask, facts=facts)
     assert_same(padded, batch.correct(correction), index=mask)
 

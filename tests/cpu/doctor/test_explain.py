@@ -69,8 +69,7 @@ def test_a_shift_shows_behind_what_a_model_scored():
     view = View(rows=sampled(rows, values), setting=Setting())
     read = Prediction.of_side("sampler", view.sampler - above, "read", above=above)
     one = Hypothesis(name="h", cause="wrong_template", claim="", predict=lambda _: [read])
-    found = judge(view, one, [read])
-    left = repaired(view, replace(found, hit=np.ones(12, bool)))
+    left = repaired(view, replace(judge(view, one, [read]), hit=np.ones(12, bool)))
     np.testing.assert_array_equal(left.sampler, view.sampler)
     back = np.roll(left.sampler[at], -1)
     assert np.abs(left.trainer[at] - back)[:-1].max() < 0.2
@@ -91,8 +90,7 @@ def test_rows_with_each_others_log_probs_are_exchanged():
 def test_the_rest_is_explained_again_and_shares_add_up():
     rows = make_rows(40, shifted=range(20))
     values = rows.rollout_logprobs.copy()
-    other = rows.row_of >= 28
-    values[other] /= np.float32(np.log(2))
+    values[rows.row_of >= 28] /= np.float32(np.log(2))
     named, found = causes(rows.with_(rollout_logprobs=values))
     assert set(named) == {"shifted", "positive"}
     total = sum(found.share_of(name) for name in named)
@@ -107,8 +105,7 @@ def test_a_temperature_is_found_without_logits():
 
     def logprob(temperature):
         scaled = logits / temperature
-        norm = np.log(np.exp(scaled).sum(1))
-        return scaled[np.arange(len(drawn)), drawn] - norm
+        return scaled[np.arange(len(drawn)), drawn] - np.log(np.exp(scaled).sum(1))
 
     rows = sampled(rows, logprob(0.6))
     trainer = np.where(rows.loss_mask, logprob(1.0), np.nan).astype(np.float32)
@@ -122,6 +119,12 @@ def test_noise_is_explained_by_nothing(std):
     named, found = causes(sampled(rows, np.minimum(rows.trainer_logprobs + noise, 0)))
     assert named == []
     assert found.outcome == ("differs" if std == 0.5 else "consistent")
+
+
+def test_one_token_beyond_noise_is_explained_by_no_cut():
+    rows = make_rows(1)
+    rows.rollout_logprobs[75] = rows.trainer_logprobs[75] + 0.06
+    assert causes(rows)[0] == []
 
 
 def test_log_probs_of_other_tokens_are_explained_by_nothing_that_is_nearer_to_the_mean():
@@ -193,8 +196,7 @@ def test_of_two_that_explain_the_same_the_one_with_fewer_fitted_numbers_is_named
 
 def test_a_choice_of_many_predictions_that_predict_nothing_explains_nothing():
     rows = make_rows(30, shifted=range(30))
-    rng = np.random.default_rng(7)
-    drawn = -rng.exponential(1.0, (50, rows.num_tokens))
+    drawn = -np.random.default_rng(7).exponential(1.0, (50, rows.num_tokens))
     random = [Prediction(text=str(n), sampler=one) for n, one in enumerate(drawn)]
     one = Hypothesis(name="random", cause="fillers", claim="", predict=lambda view: random)
     found = judge(View(rows=rows, setting=Setting(), scale=0.05), one, random)

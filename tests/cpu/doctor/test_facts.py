@@ -254,8 +254,7 @@ def test_a_reply_that_the_row_does_not_hold(reply, cause):
     def replies(row, ids):
         return reply(ids).astype(np.int32) if row == 3 else ids
 
-    rows = with_engine(replies=replies)
-    found = proved(rows)
+    found = proved(with_engine(replies=replies))
     assert found == {cause: {"row-3"}} or cause == "after_stop"  # it is found in the row, shorter
 
 
@@ -285,8 +284,7 @@ def test_a_prompt_that_the_engine_was_not_sent(prompt, cause):
 
 
 def dialogue(number, *, thinking="", tool="The ship is low."):
-    rng = np.random.default_rng(number)
-    words = " ".join(rng.choice(["low", "slow", "flow", "glow"], 6))
+    words = " ".join(np.random.default_rng(number).choice(["low", "slow", "flow", "glow"], 6))
     return [
         Message(role="user", content=f"Where is ship {number}?"),
         Message(role="assistant", thinking=thinking,

@@ -22,9 +22,8 @@ def quickstart(*settings):
 def rung(name, k2, *, is_what_if=False):
     gap = Gap(tokens=100, k2=100 * k2, k3=100 * k2)
     row = {f"mismatch/{key}": value for key, value in gap.means().items()}
-    alarm = mismatch_alarm(row, "dense")
     return Rung(
-        name=name, adds=f"what {name} adds", gap=gap, alarm=alarm, match=1.0,
+        name=name, adds=f"what {name} adds", gap=gap, alarm=mismatch_alarm(row, "dense"), match=1.0,
         is_what_if=is_what_if,
     )  # fmt: skip
 

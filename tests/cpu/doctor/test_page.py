@@ -78,8 +78,7 @@ def test_it_says_what_the_diagnosis_says_and_shows_the_proof(diagnosis, written)
 
 def test_a_row_is_a_chain_of_segments_that_holds_every_token_with_both_sides():
     rows = make_rows(1)
-    said = row_document(rows, why=["sample"])
-    segments = said["segments"]
+    segments = row_document(rows, why=["sample"])["segments"]
     assert [s["is_sampled"] for s in segments] == [False, True, False, True, False]
     assert [i for s in segments for i in s["token_ids"]] == rows.token_ids.tolist()
     assert [s["parent"] for s in segments] == [None, 0, 1, 2, 3]

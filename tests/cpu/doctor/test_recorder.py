@@ -1,7 +1,12 @@
 """The recorder for other programs: what it writes is read, and judged with the engine's ids."""
 
+import json
 import runpy
 from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
 
 import lockstep
 import lockstep.doctor.recorder
@@ -43,6 +48,20 @@ def test_a_lost_end_is_proved(tmp_path):
     cause, finding = found.causes[0]
     assert cause.name == "missing_final"
     assert found.certainty_of(cause, finding)[0] == "proved"
+
+
+def test_numbers_of_numpy_and_torch_are_written_and_an_engine_may_lack_a_log_prob(tmp_path):
+    recorder = Recorder(tmp_path / "rows.jsonl", temperature=np.float32(1), stop_ids={2})
+    row = recorder.row()
+    row.reply(np.array([5]), torch.tensor([7, 2]), [np.float32(-0.5), None], version=np.int64(3))
+    row.train([5, 7, 2], [0, 1, 1], [0, -0.5, -0.1], reward=torch.tensor(1.0), group=np.int64(0))
+    [head, line] = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+    assert head["lockstep.doctor"] == {"temperature": 1.0, "stop_ids": [2]}
+    assert line["rollout_logprobs"] == [None, -0.5, None] and line["reward"] == 1.0
+    with pytest.raises(ValueError, match="trainer_logprobs: 2 for 3 ids, not one each"):
+        row.train([5, 7, 2], [0, 1, 1], [-0.5, -0.1])
+    with pytest.raises(ValueError, match="logprobs: 1 for 2 ids"):
+        row.reply([5], [7, 2], [-0.5])
 
 
 def test_it_is_one_short_file_that_needs_nothing_of_lockstep():

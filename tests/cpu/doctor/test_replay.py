@@ -52,8 +52,7 @@ def test_the_tokens_of_a_turn_are_listed_with_the_log_probs_of_both_sides(run, c
 
 def forest(name, *, text="hello"):
     out = Trajectory(id=name, task_id="task", status="finished")
-    asked = Message(role="user", content=text)
-    prompt = out.observe([1, 2, 3], messages=[asked])
+    prompt = out.observe([1, 2, 3], messages=[Message(role="user", content=text)])
     a = out.record([4, 5], logprobs=[-0.5, -0.25], parent=prompt, prompt_ids=[1, 2, 3])
     b = out.record([6], logprobs=[-1.0], parent=prompt, prompt_ids=[1, 2, 3], reason="retry")
     out.rewards = {a: 1.0, b: 0.0}
@@ -68,8 +67,7 @@ def stored(tmp_path):
     with RunDirectory.create(tmp_path / "run", config, record=record) as run:
         for step in range(5):
             played = [forest(f"train/{step}/world/7/{i}") for i in range(2)]
-            task = Task(id="world/7")
-            run.write_trajectories(step, [Group(task=task, trajectories=played)])
+            run.write_trajectories(step, [Group(task=Task(id="world/7"), trajectories=played)])
     return tmp_path / "run"
 
 

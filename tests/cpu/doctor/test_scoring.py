@@ -71,8 +71,7 @@ def test_what_agrees_with_the_model_is_consistent(sound):
 )  # fmt: skip
 def test_processed_logits_are_told_exactly(sound, kind):
     rows, model = sound
-    values = model.processed(rows, [kind])[kind]
-    causes, found = named(both(rows, values, model.plain(rows)), model)
+    causes, found = named(both(rows, model.processed(rows, [kind])[kind], model.plain(rows)), model)
     assert causes[0] in ("processed", "generation_defaults")
     assert kind.describe() in found.causes[0][1].measured
 
@@ -116,8 +115,7 @@ def test_noise_of_the_sampler_is_told_from_other_weights(sound):
 
 def test_noise_of_the_trainer_is_dropout_however_large(sound):
     rows, model = sound
-    rng = np.random.default_rng(1)
-    drawn = rng.standard_normal(rows.num_tokens)
+    drawn = np.random.default_rng(1).standard_normal(rows.num_tokens)
     noisy = model.plain(rows) + 3 * np.sqrt(model.spread(rows)) * drawn
     assert named(both(rows, model.plain(rows), -np.abs(noisy)), model)[0] == ["dropout"]
 
@@ -292,8 +290,7 @@ def test_a_model_that_cannot_be_loaded_is_not_judged(sound, tmp_path):
 
 def test_sound_messages_change_nothing():
     """A call's id and its JSON are no difference: rows of the example, with their dialogues."""
-    dump = open_dump("example")
-    (rows,) = dump.chunks()
+    (rows,) = open_dump("example").chunks()
     gap = [float(np.nanmax(np.abs(rows.gap[at]), initial=0)) for at in rows.slices]
     healthy = rows.take(np.argsort(gap)[:24])
     tokenizer = Tokenizer.from_file(lockstep.models.locate.locate_model(MODEL))

@@ -62,8 +62,7 @@ def test_what_the_input_names_and_is_not_here_is_left_out_and_said(tmp_path: Pat
     elsewhere = find_tokenization(Facts(model="/models/gone"))
     on_hub = find_tokenization(Facts(model="nobody/no-such-model"))
     without = ("config.json", "renderer.json", "chat_template.jinja")
-    copied = model_copy(tmp_path / "m", left_out=without)
-    bare = find_tokenization(Facts(model=str(copied)))
+    bare = find_tokenization(Facts(model=str(model_copy(tmp_path / "m", left_out=without))))
 
     for found in (nothing, elsewhere, on_hub):
         assert found.tokenizer is None and found.renderer is None

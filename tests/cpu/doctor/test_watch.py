@@ -233,8 +233,7 @@ def test_the_page_of_a_healthy_run_shows_its_newest_rows(tmp_path):
 
 
 def test_the_page_is_written_when_a_cause_is_found_and_shows_it(tmp_path):
-    watching = Watching(tmp_path)
-    watching(4, shifted())
+    Watching(tmp_path)(4, shifted())
     page = (tmp_path / "doctor.html").read_text()
     assert '"cause":"shifted"' in page.replace(" ", "") and "Lockstep doctor" in page
 
@@ -272,7 +271,8 @@ def test_a_run_that_is_resumed_forgets_the_steps_that_are_played_again(tmp_path)
     ("options", "message"),
     [
         ({"rows": 0}, r"watch\(rows=0\).*\b1\b"),
-        ({"every": 0}, r"watch\(every=0\).*\b1\b"),
+        ({"every": 2.5}, r"watch\(every=2.5\): expected a whole number from 1"),
+        ({"facts": {"top_p": 1.0}}, r"watch\(facts={'top_p': 1.0}\): expected Facts of lock"),
         ({"max_share": 0}, r"watch\(max_share=0\).*0: 0.02.*\b2 %"),
         ({"on_cause": "stop"}, r"watch\(on_cause='stop'\): expected \"warn\", \"raise\" or"),
         ({"directory": "other"}, "directory="),
@@ -284,8 +284,7 @@ def test_options_that_cannot_be_are_refused(tmp_path, options, message):
 
 
 def test_a_tokenizer_of_another_vocabulary_is_named_and_left_out(tmp_path):
-    directory = str(locate_model("tiny-qwen3"))
-    watching = Watching(tmp_path, tokenizer=directory)
+    watching = Watching(tmp_path, tokenizer=str(locate_model("tiny-qwen3")))
     rows = healthy()
     foreign = rows.with_(token_ids=rows.token_ids + 200_000)
     assert watching(0, foreign)["doctor/causes"] == 0
@@ -332,6 +331,8 @@ def test_missing_log_probs_are_said_once_with_the_setting_that_gives_them(tmp_pa
         (lambda w: w.tinker([datum(mask=None)], step=1), "datum 0: mask is missing. Give"),
         (lambda w: w.prime_rl({}, {"logprobs": torch.zeros(1)}, [1], step=1), "step 1: infer"),
         (lambda w: w.rows([{"token_ids": [5]}], step=1), "the rows of step 1 have no loss_mask"),
+        (lambda w: w.rows([{"tokens": [5]}], step=1), "no token_ids. There is tokens: if that"),
+        (lambda w: w.rows({"token_ids": [[5]]}, step=1), "step 1: expected a mapping for each row"),
         (lambda w: w.rows([{"token_ids": [5], "loss_mask": [1, 1]}], step=1), "row 0 of step 1"),
     ],
 )  # fmt: skip
@@ -563,6 +564,21 @@ def test_rows_of_your_own_may_be_lists_arrays_or_tensors(tmp_path):
     assert found["doctor/rows"] == 16 and found["doctor/shifted"] == 1.0
     assert "messages are left out: row 2 of step 2: messages: message 0" in watching.said[0]
     assert diagnose(tmp_path / "step-000002-rank-0.parquet").setting.trainer == "mine"
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_rows_may_be_sequences_of_numpys_numbers_and_a_step_may_have_none(tmp_path, kind):
+    watching = Watching(tmp_path)
+    rows = [{n: kind(np.asarray(v)) for n, v in row.items()} for row in own_rows(healthy())]
+    assert watching.watch.rows([], step=0) == {}
+    assert watching.watch.rows(iter(rows), step=1)["doctor/rows"] == 16 and not watching.said
+
+
+def test_a_column_of_another_name_is_asked_about(tmp_path):
+    watching = Watching(tmp_path)
+    rows = [row | {"old_log_probs": row.pop("trainer_logprobs")} for row in own_rows(healthy())]
+    watching.watch.rows(rows, step=0)
+    assert watching.said[0].endswith(" There is old_log_probs: if that is it, rename it.")
 
 
 # -- several processes -----------------------------------------------------------------------------

@@ -194,9 +194,8 @@ def test_the_reward_gets_the_finished_episode():
 
     config = config_of(reward=look)
     call = ToolCall(name="add", arguments='{"a": 1, "b": 2}')
-    broken = ToolCall(name="add", arguments="{")
     turns = [
-        Message(role="assistant", tool_calls=(call, broken)),
+        Message(role="assistant", tool_calls=(call, ToolCall(name="add", arguments="{"))),
         Message(role="assistant", content="3"),
     ]
     assert play(config, *turns) == Score(reward=0.5, parts={"half": 1.0})

@@ -78,8 +78,7 @@ def answer(text: str) -> Message:
 
 def oracle(world: World) -> list[Message]:
     """The turns without a mistake: one call per hop, then the answer."""
-    calls = [search(fact.name, fact.relation) for fact in world.path]
-    return [*calls, answer(world.answer)]
+    return [*(search(fact.name, fact.relation) for fact in world.path), answer(world.answer)]
 
 
 def garbled(text: str) -> Message:
@@ -218,16 +217,14 @@ def test_the_episode_is_over_with_the_last_call():
 
 
 def test_a_bad_call_is_told_so_and_counted():
-    turns = [raw("{"), raw("{}", "other"), search("none")]
-    observations, _ = play(environment_of(TWO_HOPS), turns)
+    observations, _ = play(environment_of(TWO_HOPS), [raw("{"), raw("{}", "other"), search("none")])
     assert [o.messages[0].content for o in observations] == [INVALID_CALL] * 2 + [NO_RESULTS]
     assert observations[0].metrics == {"tool/calls": 1, "tool/invalid_arguments": 1}
     assert observations[1].metrics == {"tool/calls": 1, "tool/unknown": 1}
 
 
 def test_several_calls_in_one_turn_count_one_by_one():
-    calls = tuple(search("Otto", "city").tool_calls * 3)
-    many = Message(role="assistant", tool_calls=calls)
+    many = Message(role="assistant", tool_calls=tuple(search("Otto", "city").tool_calls * 3))
     observations, _ = play(environment_of(TWO_HOPS), [many, many])
     assert [len(o.messages) for o in observations] == [3, 1]
     assert [o.done for o in observations] == [False, True]
@@ -236,8 +233,7 @@ def test_several_calls_in_one_turn_count_one_by_one():
 def test_the_oracle_is_right_and_misses_only_what_a_search_cannot_tell_apart():
     rewards = []
     for task in CONFIG.tasks(split="train", seed=0).take(300):
-        environment = CONFIG.environment(task, AGENT)
-        _, score = play(environment, oracle(world_of(task)))
+        _, score = play(CONFIG.environment(task, AGENT), oracle(world_of(task)))
         assert score.parts["correctness"] == 1.0 and score.parts["format_penalty"] == 0.0
         rewards.append(score.reward)
     assert sum(rewards) / len(rewards) > 0.98  # "friend of X is Bela" may crowd out Bela's friend

@@ -221,8 +221,7 @@ def test_ifeval_is_read_as_published(tmp_path, suffix):
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet", ".jsonl"])
 def test_multi_if_is_read_as_published(tmp_path, suffix):
-    path = written(tmp_path / f"multi{suffix}", [MULTI_IF])
-    (task,) = read_published(path)
+    (task,) = read_published(written(tmp_path / f"multi{suffix}", [MULTI_IF]))
     assert [turn["prompt"] for turn in task.payload["turns"]] == [
         "Write without commas.", "Now end with: The end.",
     ]  # fmt: skip

@@ -149,8 +149,7 @@ def guess(*numbers):
 
 def play(config, seed, *turns):
     """(reward, counters, what the model read, whether it ended)."""
-    task = Task(id="t", payload={"seed": seed})
-    found = play_turns(config.environment(task, AGENT), turns)
+    found = play_turns(config.environment(Task(id="t", payload={"seed": seed}), AGENT), turns)
     counters = Counter()
     for observation in found.observations:
         counters.update(observation.metrics)

@@ -29,8 +29,7 @@ def score(dataset, answer, seed=5, settings=None):
 
 def play(config, task, reply):
     """(reward, parts, counters) of an episode in which the model says `reply`."""
-    turn = Message(role="assistant", content=reply)
-    found = play_turns(config.environment(task, AGENT), [turn])
+    found = play_turns(config.environment(task, AGENT), [Message(role="assistant", content=reply)])
     assert found.observations[0].done
     return found.score.reward, dict(found.score.parts), dict(found.observations[0].metrics)
 

@@ -136,6 +136,28 @@ def test_weights_of_vllm_are_replaced_before_the_loss(tmp_path):
     out = trainer._generate_and_score_completions([])
     assert out["importance_sampling_ratio"].tolist() == [[1.0, 2.0, 1.0, 1.0], [1.0] * 4]
     assert out["advantages"] is batch["advantages"]
+    how = Correction(anchor="on_policy", kl_penalty_coef=0.5, kl_penalty_form="advantage")
+    out = Trainer(tmp_path, batch, correction=how, watch=False)._generate_and_score_completions([])
+    assert out["importance_sampling_ratio"].tolist() == [[1.0] * 4] * 2
+    # k1 is -1 at one of four tokens, and -0.25 in the mean
+    assert out["advantages"][0].tolist() == [0.875, 1.375, 0.875, 1.0]
+    assert out["old_per_token_logps"] is None, "TRL's ratio is then exactly 1"
+
+
+def test_the_anchor_rollout_is_what_trls_ratio_is_to(tmp_path):
+    batch = batch_of(old_per_token_logps=TRAINER)
+    trainer = Trainer(tmp_path, batch, correction=Correction.bypass(), watch=False)
+    out = trainer._generate_and_score_completions([])
+    mask = batch["completion_mask"].bool()
+    assert torch.equal(out["old_per_token_logps"], torch.where(mask, SAMPLER, TRAINER))
+
+
+@pytest.mark.parametrize(
+    "how", [Correction.averaged(), Correction(anchor="recomputed", kl_penalty_coef=0.1)]
+)
+def test_what_trl_computes_itself_is_refused(tmp_path, how):
+    with pytest.raises(ConfigError, match=r"leave out correction\.rescorings and"):
+        Trainer(tmp_path, batch_of(), correction=how)
 
 
 class FakeRLOO(FakeTrainer):

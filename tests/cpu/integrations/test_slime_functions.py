@@ -67,6 +67,14 @@ def test_the_tis_function_weighs_each_tokens_loss_and_masks_what_is_rejected(loc
     )
 
 
+def test_a_token_that_is_not_finite_reaches_no_sum(lockstep):
+    lockstep("correction=tis")
+    given = tis_arguments()
+    given["train_log_probs"][1][0] = given["pg_loss"].detach()[4] = float("nan")
+    loss, kept, _ = slime.correct(**given)
+    assert loss.isfinite().all() and kept[1].tolist() == [0, 1]
+
+
 def test_miles_passes_more_arguments_which_are_not_read(lockstep):
     lockstep("correction=tis")
     given = tis_arguments(parallel_state=object(), max_seq_lens=None)
@@ -91,6 +99,14 @@ def test_a_correction_of_the_whole_batch_is_refused(lockstep):
     lockstep("correction=mis")
     with pytest.raises(ConfigError, match=r"correction\.normalize=false"):
         slime.correct(**tis_arguments())
+    for words in ("", "correction=bypass", "correction=tis correction.kl_penalty_coef=0.1"):
+        lockstep(words)
+        with pytest.raises(ConfigError, match="expected weights or rules for slime's own loss"):
+            slime.correct(**tis_arguments())
+    for words in ("correction=averaged", "objective.aggregate=sequence_mean"):
+        lockstep(words)
+        with pytest.raises(ConfigError, match=r"scores no reply again|settings of its own"):
+            slime.correct(**tis_arguments())
     lockstep("correction=nonsense")
     with pytest.raises(ConfigError, match="nonsense"):
         slime.correct(**tis_arguments())
@@ -111,8 +127,7 @@ def scoring(logprobs, entropy):
 def test_the_custom_loss_is_the_objectives_and_is_averaged_by_the_trainer(lockstep, monkeypatch):
     lockstep("correction=bypass objective=reinforce")
     logprobs = [values.requires_grad_() for values in columns(1)]
-    module = scoring(logprobs, columns(6))
-    monkeypatch.setitem(sys.modules, slime.SCORING["slime"], module)
+    monkeypatch.setitem(sys.modules, slime.SCORING["slime"], scoring(logprobs, columns(6)))
     batch = {
         "unconcat_tokens": [], "total_lengths": [], "response_lengths": LENGTHS,
         "advantages": columns(4), "loss_masks": masks(), "rollout_log_probs": columns(2),

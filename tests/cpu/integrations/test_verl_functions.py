@@ -69,14 +69,15 @@ def test_the_loss_is_weighed_by_the_drivers_weights(run):
     assert metrics["actor/weight"] == pytest.approx(float((weights * MASK).sum() / MASK.sum()))
     loss.backward()
     assert new.grad[MASK == 0].abs().max() == 0
+    with pytest.raises(ConfigError, match=r"no rollout_is_weights .*calculate_log_probs=True"):
+        call(new, old, advantages)
 
 
 def test_in_bypass_mode_the_forward_corrects_by_itself(run):
     run("""'correction.reject=[{"stat": "ratio", "low": 0.8}]'""")
     new, _, rollout, advantages = columns()
     loss, metrics = call(new, rollout, advantages)
-    settings = verl.settings()
-    expected = correct(new.detach(), rollout, settings.correction, layout=MASK)
+    expected = correct(new.detach(), rollout, verl.settings().correction, layout=MASK)
     assert metrics["correction/kept_tokens"] == int(expected.keep.sum()) < int(MASK.sum())
     assert metrics["mismatch/k3"] == pytest.approx(expected.to_metrics()["mismatch/k3"])
     loss.backward()
@@ -101,8 +102,7 @@ def test_the_drivers_correction_is_over_the_whole_batch(run, denominator):
     _, old, rollout, _ = columns()
     rows = {"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": MASK.clone()}
     batch, metrics = verl.correct_batch(SimpleNamespace(batch=rows), None)
-    correction = Correction.mis()
-    expected = correct(old, rollout, correction, layout=MASK)
+    expected = correct(old, rollout, Correction.mis(), layout=MASK)
     assert torch.equal(batch.batch["rollout_is_weights"], expected.weights)
     assert metrics["correction/normalizer"] == expected.to_metrics()["correction/normalizer"]
     kept = expected.keep.long() if denominator == "kept" else MASK
@@ -148,8 +148,7 @@ def test_the_watch_looks_before_the_update_and_its_figures_are_logged(run, tmp_p
     verl.Callback(config={})
     trainer, metrics = modules.trainer.PPOTrainer(), {}
     trainer.global_steps = 4
-    keys = ["a_0_0", "a_1_0", "b_0_0"]
-    batch = SimpleNamespace(keys=keys, tags=[{}] * 3, partition_id="train")
+    batch = SimpleNamespace(keys=["a_0_0", "a_1_0", "b_0_0"], tags=[{}] * 3, partition_id="train")
     assert trainer._update_actor(batch, metrics) == "updated"
     assert metrics["doctor/rows"] == 3
     once = modules.trainer.PPOTrainer._update_actor

@@ -88,13 +88,12 @@ def rows_of(seed, *, advantage=1.0):
     rng = np.random.default_rng(seed)
     out = []
     for i, length in enumerate((20, 9, 31)):
-        advantages = np.full(length, advantage * rng.normal(), np.float32)
         out.append(
             Sample(
                 id=f"{seed}/{i}",
                 token_ids=rng.integers(0, 41, length).astype(np.int32),
                 loss_mask=np.arange(length) > 2,
-                columns={"advantages": advantages},
+                columns={"advantages": np.full(length, advantage * rng.normal(), np.float32)},
             )
         )
     return out

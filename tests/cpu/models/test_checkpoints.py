@@ -170,8 +170,7 @@ def mixture(tmp_path):
     save_checkpoint(model, tmp_path / "it", like=tmp_path / "like")
 
     def change(tensors):
-        bias = "model.layers.1.mlp.gate.e_score_correction_bias"
-        tensors[bias] = 5 + torch.arange(4) * 1e-4
+        tensors["model.layers.1.mlp.gate.e_score_correction_bias"] = 5 + torch.arange(4) * 1e-4
         tensors["model.layers.2.eh_proj.weight"] = torch.randn(32, 64, dtype=torch.bfloat16)
         tensors["model.layers.2.shared_head.norm.weight"] = torch.ones(32)
 

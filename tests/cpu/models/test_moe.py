@@ -157,8 +157,7 @@ def test_few_tokens_go_through_all_experts_with_the_same_result(T):
     grads = torch.autograd.grad(out, (x, weights, gate_up.weight), normal(*x.shape, seed=5))
     assert [g.shape for g in grads] == [x.shape, weights.shape, gate_up.weight.shape]
     if T:
-        wanted = one_by_one(x, weights, experts, gate_up, down, ops.swiglu)
-        torch.testing.assert_close(out, wanted)
+        torch.testing.assert_close(out, one_by_one(x, weights, experts, gate_up, down, ops.swiglu))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -237,12 +236,11 @@ def test_nothing_that_is_made_is_larger_than_the_input_the_weights_or_a_chunk(is
     """No copy of tokens by expert, none of weights by token, whoever all the tokens go to."""
     T, D, E, F, A = 2000, 16, 8, 8, 2
     x, weights, gate_up, down = inputs("with bias", T=T, D=D, E=E, F=F, dtype=torch.float32)
-    experts = distinct(T, E, A, among=routes)
     run = partial(
         mix_experts,
         x,
         weights,
-        experts,
+        distinct(T, E, A, among=routes),
         gate_up=gate_up,
         down=down,
         activation=ops.swiglu,

@@ -36,14 +36,12 @@ def saved(request, tmp_path):
 
 
 def change(path, key, value):
-    tree = json.loads(path.read_text())
-    path.write_text(json.dumps({**tree, key: value}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
 
 
 def test_what_is_written_is_read_back_with_the_same_bits(saved):
     model, directory, _ = saved
-    kind = "moe" if model.config.is_moe else "dense"
-    other = make(kind, is_trained=False)
+    other = make("moe" if model.config.is_moe else "dense", is_trained=False)
     load_adapter(other, directory)
     for name, parameter in model.named_parameters():
         assert torch.equal(other.get_parameter(name), parameter), name

@@ -38,8 +38,7 @@ def test_a_file_is_written_with_the_bytes_of_the_library(tensors, path):
 
 
 def test_a_view_is_written_in_the_order_of_its_numbers_and_in_another_dtype(tmp_path):
-    values = torch.randn(4, 6, 2)
-    view = values.permute(2, 0, 1)
+    view = torch.randn(4, 6, 2).permute(2, 0, 1)
     path = tmp_path / "x.safetensors"
     write_tensors(path, [Outgoing("x", (2, 24), torch.bfloat16, lambda: view)])
     assert torch.equal(load_file(path)["x"], view.reshape(2, 24).bfloat16())

@@ -65,6 +65,22 @@ def test_one_trajectory_has_nothing_to_be_compared_with():
         centered([1.0, 0.0], trajectories=[3], normalize_std=True)
 
 
+def test_groups_have_any_names_and_every_leaf_has_one():
+    for names in (
+        ["a", "b", "a"],
+        np.array(["a", "b", "a"], object),
+        [("x", 1), ("x", 2), ("x", 1)],
+    ):
+        found = centered([1.0, 5.0, 0.0], groups=names, normalize_std=False)
+        assert found.tolist() == [0.5, 0.0, -0.5]
+    with pytest.raises(AlignmentError, match="2 rewards, but the groups of 1 leaves"):
+        leave_one_out([1.0, 0.0], groups=[0])
+    with pytest.raises(
+        AlignmentError, match=r"shape \[2, 3\]; expected one per leaf, \[6\].*groups"
+    ):
+        centered(np.ones((2, 3)), normalize_std=False)
+
+
 @EXAMPLES
 @given(st.lists(rewards, min_size=2, max_size=9))
 def test_leaving_one_out_stretches_what_is_centred(values):
@@ -109,8 +125,7 @@ def test_reinforce_plus_plus_with_group_baselines_divides_by_the_batchs_deviatio
     values, groups = np.array([1.0, 0.0, 4.0, 1.0]), np.array([0, 0, 1, 1])
     each = {"trajectories": np.arange(4), "groups": groups}
     found = leaf_advantages(ReinforcePlusPlus(baseline="group"), values, **each)
-    offsets = np.array([0.5, -0.5, 1.5, -1.5])
-    np.testing.assert_allclose(found, offsets / np.sqrt(5 / 3), rtol=1e-5)
+    np.testing.assert_allclose(found, np.array([0.5, -0.5, 1.5, -1.5]) / np.sqrt(5 / 3), rtol=1e-5)
     equal = leaf_advantages(ReinforcePlusPlus(baseline="group"), np.full(4, 0.1), **each)
     assert equal.tolist() == [0.0] * 4
     one = {"trajectories": np.zeros(2, np.int64), "groups": np.zeros(2, np.int64)}

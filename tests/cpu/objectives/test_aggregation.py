@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +22,8 @@ LOSS = torch.tensor([[1.0, 2.0, 9.0, 3.0], [9.0, 9.0, 9.0, 9.0], [9.0, 4.0, 6.0,
     [("token_mean", 16 / 5), ("sequence_mean", (2 + 5) / 2), (10, (6 + 10) / 10 / 2)],
 )
 def test_each_way_by_hand(how, expected):
-    padded = aggregate(LOSS, Layout.padded(MASK), how=how)
+    padded = aggregate(LOSS, MASK, how=how)
+    assert torch.equal(padded, aggregate(LOSS, Layout.padded(MASK), how=how))
     packed = aggregate(LOSS[MASK], Layout.packed([3, 0, 2]), how=how)
     assert padded.item() == pytest.approx(expected, rel=1e-6)
     assert packed.item() == pytest.approx(expected, rel=1e-6)
@@ -70,8 +72,9 @@ def test_bad_input_is_refused_with_what_was_found():
     layout = Layout.packed([2])
     with pytest.raises(AlignmentError, match=r"\[2\].*token_loss \[3\]"):
         aggregate(torch.zeros(3), layout)
-    for how in (0, -4, float("nan"), "fixed_length"):
+    for how in (0, -4, float("nan"), float("inf"), True, "fixed_length"):
         with pytest.raises(ConfigError, match=rf"aggregate={how!r}"):
             aggregate(torch.zeros(2), layout, how=how)
-    with pytest.raises(ConfigError, match=r"denominator=0.*\b0\b"):
-        aggregate(torch.zeros(2), layout, denominator=0)
+    for zero in (0, np.float32(0)):
+        with pytest.raises(ConfigError, match=r"denominator=0.*\b0\b"):
+            aggregate(torch.zeros(2), layout, denominator=zero)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lockstep.errors import AlignmentError
+from lockstep.errors import AlignmentError, ConfigError
 from lockstep.objectives import distillation
 from lockstep.objectives.config import PPOClip
 from lockstep.objectives.distillation import top_k_kl, vocabulary_kl
@@ -58,6 +58,19 @@ def test_two_outcomes_by_hand_and_no_gap_for_equal_ones():
     assert torch.isfinite(found).all() and torch.isfinite(sure.grad).all()
 
 
+def test_an_id_that_a_side_cannot_draw_adds_nothing_to_that_sides_mean():
+    known, never = (
+        torch.tensor([[0.5, 0.25]]).log(),
+        torch.tensor([[0.5, 0.0]]).log().requires_grad_(),
+    )
+    found = top_k_kl(never, known)
+    found.sum().backward()
+    assert found.item() == pytest.approx(0.5 * math.log(2)) and never.grad.isfinite().all()
+    assert top_k_kl(known, never, order="forward").item() == found.item()
+    with pytest.raises(ConfigError, match="order='both' must be one of reverse, forward"):
+        top_k_kl(known, known, order="both")
+
+
 def test_other_shapes_are_named():
     with pytest.raises(AlignmentError, match=r"\[1, 2\].*teacher_logprobs \[1, 3\]"):
         top_k_kl(torch.zeros(1, 2), torch.zeros(1, 3))
@@ -92,13 +105,13 @@ def test_the_vocabulary_in_chunks_has_the_value_and_gradient_of_the_whole(order,
 
 def batch(**fields):
     columns = {"advantages": torch.tensor([1.0, -1.0]), "old_logprobs": torch.tensor([-0.5, -0.5])}
-    given = {"columns": columns | fields.pop("columns", {}), **fields}
     return TokenBatch(
         logprobs=torch.tensor([-0.5, -0.5], requires_grad=True),
         entropy=torch.zeros(2),
         row=torch.tensor([0, 0]),
         num_rows=1,
-        **given,
+        columns=columns | fields.pop("columns", {}),
+        **fields,
     )
 
 

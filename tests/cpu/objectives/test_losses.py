@@ -254,10 +254,10 @@ def test_dppo_stops_only_what_has_gone_too_far_and_goes_on(divergence):
 
 
 def test_the_two_bounds_of_dppo_are_for_tokens_that_fell_and_tokens_that_rose():
-    old, logprobs = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.7, 0.3]).log()
+    old, logprobs = torch.full((3,), 0.5).log(), torch.tensor([0.7, 0.3, 0.1]).log()
     for bounds, is_stopped in (((0.3, 0.1), [True, False]), ((0.1, 0.3), [False, True])):
-        out = losses.dppo(logprobs, old, torch.tensor([1.0, -1.0]), max_divergence=bounds)
-        assert out.mean["clip_fraction"].tolist() == is_stopped
+        out = losses.dppo(logprobs, old, torch.tensor([1.0, -1.0, 0.0]), max_divergence=bounds)
+        assert out.mean["clip_fraction"].tolist() == [*is_stopped, False]
 
 
 def test_the_binary_divergences_are_those_of_a_two_way_choice():
@@ -267,6 +267,19 @@ def test_the_binary_divergences_are_those_of_a_two_way_choice():
     kl = losses.binary_divergence(p.log(), q.log(), "kl")
     expected = 0.6 * math.log(2) + 0.4 * math.log(0.4 / 0.7)
     assert kl.tolist() == pytest.approx([expected, 0.0], abs=1e-15)
+    half = losses.binary_divergence(p.log().bfloat16(), q.log().bfloat16(), "kl")
+    assert half.dtype == torch.float32 and half.tolist() == pytest.approx([expected, 0.0], rel=0.03)
+
+
+def test_a_kind_that_is_none_is_refused_and_one_clip_is_for_both_sides():
+    p = torch.tensor([-0.5])
+    with pytest.raises(ConfigError, match="estimator='k1' must be one of k2, k3, unbiased"):
+        losses.reference_kl(p, p, estimator="k1")
+    with pytest.raises(ConfigError, match="divergence='js' must be one of tv, kl"):
+        losses.dppo(p, p, p, divergence="js")
+    given = torch.tensor([0.5, -0.5]), torch.zeros(2), torch.tensor([1.0, -1.0])
+    one, two = (losses.ppo_clip(*given, clip=clip) for clip in (0.2, (0.2, 0.2)))
+    assert torch.equal(one.loss, two.loss)
 
 
 def test_tokens_that_are_all_but_certain_are_near_each_other():

@@ -46,8 +46,7 @@ def test_without_discount_the_returns_are_what_is_still_to_come():
     layout = Layout.padded(torch.tensor([[1, 1, 1], [1, 1, 0]]))
     advantages, returns = gae(rewards, values, layout)
     torch.testing.assert_close(returns, torch.tensor([[3.0, 2.0, 2.0], [3.0, 3.0, 0.0]]))
-    inside = torch.where(layout.mask, values, 0.0)
-    torch.testing.assert_close(advantages, returns - inside)
+    torch.testing.assert_close(advantages, returns - torch.where(layout.mask, values, 0.0))
 
 
 def test_observed_tokens_are_skipped_and_not_decayed_through():
@@ -82,8 +81,7 @@ def test_an_episode_that_was_cut_off_goes_on_in_its_bootstrap_value():
 )  # fmt: skip
 def test_blocks_padding_and_packing_give_the_recursion(seed, lengths, gamma, lam):
     g = torch.Generator().manual_seed(seed)
-    width = max(lengths) + 2
-    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    mask = torch.arange(max(lengths) + 2) < torch.tensor(lengths)[:, None]
     mask &= torch.rand(mask.shape, generator=g) < 0.7
     rewards, values = torch.randn(2, *mask.shape, generator=g, dtype=torch.float64)
     bootstrap = torch.randn(len(lengths), generator=g, dtype=torch.float64)
@@ -103,18 +101,22 @@ def test_blocks_padding_and_packing_give_the_recursion(seed, lengths, gamma, lam
 
 
 def test_results_have_no_gradient_and_the_dtype_of_the_values():
-    values = torch.zeros(3, requires_grad=True)
-    for found in gae(torch.ones(3), values, Layout.packed([3])):
+    for found in gae(torch.ones(3), torch.zeros(3, requires_grad=True), Layout.packed([3])):
         assert not found.requires_grad and found.dtype == torch.float32
     assert [x.tolist() for x in gae(torch.zeros(0), torch.zeros(0), Layout.packed([]))] == [[], []]
+
+
+def test_whole_numbers_have_advantages_that_are_none():
+    rewards, mask = torch.tensor([[0, 0, 1]]), torch.ones(1, 3)
+    assert gae(rewards, 0 * rewards, mask, gamma=0.5)[0].tolist() == [[0.25, 0.5, 1.0]]
+    assert whiten(rewards, mask)[0].tolist() == pytest.approx([-(3**-0.5)] * 2 + [2 * 3**-0.5])
 
 
 def test_whitened_values_have_mean_zero_and_deviation_one_over_all_tokens():
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]]).bool()
     values = torch.tensor([[1.0, 2.0, 3.0, math.nan], [6.0, math.inf, 0.0, 0.0]])
     found = whiten(values, Layout.padded(mask))
-    exact = (values[mask] - 3.0) / values[mask].std()
-    torch.testing.assert_close(found[mask], exact)
+    torch.testing.assert_close(found[mask], (values[mask] - 3.0) / values[mask].std())
     assert not found[~mask].any()
     assert torch.equal(found[mask], whiten(values[mask], Layout.packed([3, 1])))
     assert whiten(torch.ones(1), Layout.packed([1])).tolist() == [0.0]

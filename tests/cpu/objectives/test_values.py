@@ -11,8 +11,7 @@ from lockstep.objectives.losses import explained_variance, value_loss
 
 
 def batch(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator)
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_without_a_clip_it_is_half_the_squared_error():
@@ -28,8 +27,7 @@ def test_a_value_that_went_beyond_the_clip_towards_its_return_learns_no_more():
     """From 0, with clip 0.5: one inside, one beyond on the way, one that passed, one that went the
     other way; only the last may come back."""
     values = torch.tensor([0.4, 0.7, 0.7, -0.7], requires_grad=True)
-    returns = torch.tensor([1.0, 1.0, 0.45, 1.0])
-    out = value_loss(values, torch.zeros(4), returns, clip=0.5)
+    out = value_loss(values, torch.zeros(4), torch.tensor([1.0, 1.0, 0.45, 1.0]), clip=0.5)
     out.loss.sum().backward()
     assert values.grad.tolist() == pytest.approx([-0.6, 0.0, 0.25, -1.7])
     assert out.mean["clip_fraction"].tolist() == [False, True, False, False]

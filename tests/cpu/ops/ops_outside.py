@@ -85,8 +85,7 @@ class _Outside(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if not self._is_inside and not _is_exact(func, args, kwargs, out):
-            modules = self._tracker.parents - {"Global"}
-            where = max(modules, key=len, default="the model")
+            where = max(self._tracker.parents - {"Global"}, key=len, default="the model")
             self.found.setdefault(str(func.overloadpacket), where)
         return out
 
@@ -96,5 +95,4 @@ def _is_exact(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> bool:
     if not any(x.is_floating_point() or x.is_complex() for x in tensors):
         return True
     # x + alpha * y rounds once in a vector (fused) and twice in the vector's tail.
-    name = func.overloadpacket.__name__.rstrip("_")
-    return name in _IS_EXACT and kwargs.get("alpha", 1) == 1
+    return func.overloadpacket.__name__.rstrip("_") in _IS_EXACT and kwargs.get("alpha", 1) == 1

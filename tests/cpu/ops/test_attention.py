@@ -69,13 +69,10 @@ def test_the_tempting_shortcut_gets_only_dq_and_dk_wrong():
     """Rescaling by sigmoid(lse - sink) with a detached lse: why all four gradients are tested."""
 
     def shortcut(q, k, v, s):
-        context = PackedContext.of([len(q)])
-        plain = ops.attention(q, k, v, AttentionSpec(None, None, 0.3), context)
-        keys = k.repeat_interleave(2, 1)
-        scores = torch.einsum("qhd,khd->hqk", q, keys) * 0.3
+        plain = ops.attention(q, k, v, AttentionSpec(None, None, 0.3), PackedContext.of([len(q)]))
+        scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) * 0.3
         scores = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, float("-inf"))
-        lse = scores.logsumexp(-1).detach()
-        return plain * torch.sigmoid(lse - s[:, None]).t()[..., None]
+        return plain * torch.sigmoid(scores.logsumexp(-1).detach() - s[:, None]).t()[..., None]
 
     inputs = make_inputs(lengths=[40])
     out, (dq, dk, dv, dsinks) = gradients(shortcut, inputs)
@@ -245,14 +242,12 @@ def sink_gradients(q, k, v, sinks, grad_out):
     scores = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, float("-inf"))
     whole = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], -1).softmax(-1)
     probs, share = whole[..., :-1], whole[..., -1]
-    out = torch.einsum("hqk,khd->qhd", probs, values)
-    through = (grad_out * out).sum(-1).t()
+    through = (grad_out * torch.einsum("hqk,khd->qhd", probs, values)).sum(-1).t()
     grad_probs = torch.einsum("qhd,khd->hqk", grad_out, values)
-    grad_scores = probs * (grad_probs - through[..., None])
     return (
         -(share * through).sum(-1),
         -(share * (probs * grad_probs).sum(-1)).sum(-1),
-        -(share * (probs * grad_scores).sum(-1)).sum(-1),
+        -(share * (probs * (probs * (grad_probs - through[..., None]))).sum(-1)).sum(-1),
     )
 
 
@@ -261,8 +256,7 @@ def test_a_sinks_gradient_is_that_of_both_formulas_and_not_of_the_literal_readin
     the scores, dL/dS_ij, in place of that of the probabilities, it is another number."""
     inputs = make_inputs(lengths=[40])
     _, (_, _, _, dsinks) = gradients(attend_packed(None, [40]), inputs)
-    grad_out = upstream((40, 4, 8), torch.double)
-    by_outputs, by_probs, by_scores = sink_gradients(*inputs, grad_out)
+    by_outputs, by_probs, by_scores = sink_gradients(*inputs, upstream((40, 4, 8), torch.double))
     torch.testing.assert_close(dsinks, by_outputs, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(dsinks, by_probs, rtol=1e-12, atol=1e-12)
     assert (dsinks - by_scores).norm() > 0.5 * dsinks.norm()
@@ -277,8 +271,7 @@ class Largest(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(x, torch.Tensor):
-                storage = x.untyped_storage().nbytes() // x.element_size()
-                self.numbers = max(self.numbers, storage)
+                self.numbers = max(self.numbers, x.untyped_storage().nbytes() // x.element_size())
         return out
 
 
@@ -334,8 +327,7 @@ def test_paged_attention_equals_packed_attention(window):
             tokens.append(starts[row] + at)
             slots.append(tables[row, at // page] * page + at % page)
             index = torch.arange(base, base + size)[None]
-            longest = done[row] + size
-            blocks.append(PagedBlock(index, at[None], tables[row : row + 1], longest))
+            blocks.append(PagedBlock(index, at[None], tables[row : row + 1], done[row] + size))
             base += size
             done[row] += size
         order = torch.cat(tokens)

@@ -375,8 +375,7 @@ def test_queries_and_keys_are_rotated_and_written_as_by_their_parts(has_norms):
     H, G, D, lengths = 6, 2, 24, [33, 5]
     qkv = rand(38, H + 2 * G, D)
     cos, sin = rand(38, 1, D, seed=1), rand(38, 1, D, seed=2)
-    norms = (rand(D, seed=3), rand(D, seed=4)) if has_norms else None
-    rotary = Rotary(cos, sin, H, norms, 1e-5)
+    rotary = Rotary(cos, sin, H, (rand(D, seed=3), rand(D, seed=4)) if has_norms else None, 1e-5)
     found = []
     for ops_class in (Ops, type(OPS)):
         cache = Cache(lengths, 16, G, D)
@@ -493,8 +492,7 @@ def test_a_models_log_probs_are_the_same_bits_in_steps_and_packed(kind, most_was
         for step in MODEL_STEPS:
             tokens = tokens_of(step, first)
             hidden = model(ids[tokens], positions[tokens], cache.context(step, 4))
-            logp = OPS.log_softmax(model.logits(hidden))
-            found = logp.gather(1, targets[tokens, None])[:, 0]
+            found = OPS.log_softmax(model.logits(hidden)).gather(1, targets[tokens, None])[:, 0]
             assert torch.equal(found, packed[tokens]), step
     model.ops = plain
     hidden = model(ids, positions, PackedContext.of(MODEL_LENGTHS))

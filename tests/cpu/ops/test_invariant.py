@@ -42,8 +42,7 @@ pytestmark = pytest.mark.usefixtures("process_settings")
 
 
 def normal(*shape, seed=0, dtype=torch.float32, scale=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    return (scale * torch.randn(shape, generator=generator)).to(dtype)
+    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
 
 
 def linear_case(outputs, inputs, *, has_bias):
@@ -174,8 +173,7 @@ def test_a_row_has_the_same_bits_in_any_company(name, dtype):
 def test_values_are_those_of_the_plain_backend(name):
     rows, weights, function = make_case(name)
     found = as_tuple(function(InvariantOps(), rows, weights))
-    wanted = as_tuple(function(plain, rows, weights))
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(found, as_tuple(function(plain, rows, weights)), strict=True):
         # Sums of at most 1536 products whose sum is of order 1: sqrt(1536) * 2^-24 = 2e-6.
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
@@ -577,8 +575,7 @@ def test_every_position_decodes_to_the_bits_of_the_prefill(window, is_resident):
     whole = attend(backend, inputs, PackedContext.of(lengths), window)
     cache = OneCache(inputs, lengths, 48)
     for position in range(300):
-        sizes = [1, int(position >= 40)]
-        index, out = cache.step(backend, sizes, window, is_resident=is_resident)
+        index, out = cache.step(backend, [1, int(position >= 40)], window, is_resident=is_resident)
         assert_equal(out, whole[index], f"position {position}")
 
 
@@ -586,8 +583,7 @@ def test_every_position_decodes_to_the_bits_of_the_prefill(window, is_resident):
 @pytest.mark.parametrize("window", [None, 40])
 def test_rows_that_share_their_beginning_attend_as_if_each_stood_alone(window, dtype):
     backend = InvariantOps()
-    lengths = (330,)
-    q, k, v, sinks = attention_inputs((4, 2, 16), dtype, lengths=lengths)
+    q, k, v, sinks = attention_inputs((4, 2, 16), dtype, lengths=(330,))
     stem = np.arange(150)
     rows = [
         np.concatenate([stem, np.arange(150, 290)]),

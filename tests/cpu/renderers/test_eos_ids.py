@@ -68,8 +68,7 @@ def test_the_ids_join_those_of_the_format(tmp_path, name, eos, added):
     own = make_renderer(config, tokenizer_of(tmp_path, None, source))
     renderer = make_renderer(config, tokenizer := tokenizer_of(tmp_path, eos, source))
     assert renderer.stop_ids == tuple(dict.fromkeys((*own.stop_ids, *added)))
-    marks = Marks(tokenizer)
-    words = encode_pieces(tokenizer, marks.pieces(f"{before}It is 12.", ""))
+    words = encode_pieces(tokenizer, Marks(tokenizer).pieces(f"{before}It is 12.", ""))
     asked = [Message(role="user", content="?")]
     for id_ in added:
         read = renderer.parse([*words, id_])

@@ -266,8 +266,7 @@ def test_a_template_that_turns_hostile_on_a_word_fails_then_and_works_again(make
 
 
 def test_the_worker_can_open_no_file(make):
-    process = make(template())._template._child._process._process
-    limits = Path(f"/proc/{process.pid}/limits")
+    limits = Path(f"/proc/{make(template())._template._child._process._process.pid}/limits")
     if limits.is_file():
         assert "Max open files            0" in limits.read_text()
 

@@ -59,8 +59,7 @@ def test_a_dialogue_is_written_and_extended():
 
 
 def test_tools_stand_in_the_first_user_message_or_in_the_system_message():
-    ids = RENDERER.render([USER], TOOLS)
-    system, user = shown(ids).split("[user]")
+    system, user = shown(RENDERER.render([USER], TOOLS)).split("[user]")
     assert "Environment: ipython" in system and '"name": "find"' in user
     inside = Llama3Renderer(TOKENIZER, Llama3Config(tools_in_user_message=False))
     system, user = shown(inside.render([USER], TOOLS)).split("[user]")
@@ -72,8 +71,7 @@ def test_tools_stand_in_the_first_user_message_or_in_the_system_message():
 
 
 def test_the_dates_can_be_set_and_left_out_together():
-    config = Llama3Config(current_date="1 Jan 2030")
-    text = shown(Llama3Renderer(TOKENIZER, config).render([USER]))
+    text = shown(Llama3Renderer(TOKENIZER, Llama3Config(current_date="1 Jan 2030")).render([USER]))
     assert "Knowledge Date: December 2023\nToday Date: 1 Jan 2030\n" in text
     without = Llama3Renderer(TOKENIZER, Llama3Config(current_date=""))
     assert shown(without.render([USER])).startswith("<|begin_of_text|>[user]")

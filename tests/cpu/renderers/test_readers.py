@@ -219,8 +219,7 @@ def check_linear(shape, readers_of_text, renderers):
 def test_any_turn_is_read_and_nothing_is_added_to_it(name, pieces):
     renderer, _ = READERS[name]
     text = "".join(pieces).encode("utf-8", "replace").decode()
-    ids = ids_of(renderer.tokenizer, text)
-    read = renderer.parse(ids)
+    read = renderer.parse(ids_of(renderer.tokenizer, text))
     if name != "harmony":  # joins several messages with line breaks
         assert is_part(read.content, text) and is_part(read.thinking, text)
     if not read.tool_calls and not read.thinking and "<think>" not in text:

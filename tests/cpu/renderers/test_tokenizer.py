@@ -401,8 +401,7 @@ def test_a_hostile_file_is_refused_in_one_line_at_once(what):
 )
 def test_hostile_tokens_of_the_config_are_refused_in_one_line(tmp_path, declared):
     (tmp_path / "tokenizer.json").write_text(byte_tokenizer_json())
-    config = json.dumps({"added_tokens_decoder": declared})
-    (tmp_path / "tokenizer_config.json").write_text(config)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": declared}))
     with pytest.raises(RendererError, match=f"{TOO_LARGE}|{DAMAGED}") as caught:
         Tokenizer.from_file(tmp_path)
     assert "\n" not in str(caught.value)

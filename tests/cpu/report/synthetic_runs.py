@@ -197,8 +197,7 @@ def write_run(
                 )
                 for g in range(num_groups)
             ]
-            rows = training_rows(groups, rng, noise=noise)
-            run.write_trajectories(step, groups, samples=rows)
+            run.write_trajectories(step, groups, samples=training_rows(groups, rng, noise=noise))
             row = metrics_row(step, skill, rng, noise=noise)
             if step % max(1, num_steps // 5) == 0 or step == num_steps - 1:
                 row["eval/sampled/mean@1"] = skill - 0.03 + rng.normal(0, 0.01)

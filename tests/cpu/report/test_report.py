@@ -177,8 +177,7 @@ def test_runs_that_differ_in_the_seed_alone_are_one_group(written):
 
 
 def test_headlines_are_computed_from_the_rows(runs, written):
-    document = written[1]
-    reward, sampled, greedy, mismatch, seconds, speed = document["headlines"]
+    reward, sampled, greedy, mismatch, seconds, speed = written[1]["headlines"]
     lasts = [statistics.fmean(run.column("reward/mean")[1][-10:]) for run in runs]
     first = reward["values"][0]
     assert first["value"] == pytest.approx(statistics.fmean(lasts[:2]))
@@ -220,8 +219,7 @@ def test_a_long_run_is_thinned_to_means(tmp_path):
 
 
 def test_the_extremes_are_always_shown(runs, tmp_path):
-    number = 20
-    write_report(runs[2:], tmp_path / "r.html", num_trajectories=number)
+    write_report(runs[2:], tmp_path / "r.html", num_trajectories=20)
     document = json.loads((tmp_path / "r.json").read_text())
     assert len(document["trajectories"]) == 20
     assert document["num_stored_trajectories"] == sum(1 for _ in runs[2].summaries()) + sum(

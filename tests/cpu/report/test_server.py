@@ -109,8 +109,7 @@ def test_search_finds_text_of_every_stored_trajectory(place):
     with served(place) as get:
 
         def search(text, key="beside/second"):
-            address = f"run/{quote(key, safe='')}/search.json?text={quote(text)}"
-            return json.loads(get(address))
+            return json.loads(get(f"run/{quote(key, safe='')}/search.json?text={quote(text)}"))
 
         stored = [record for split in run.splits() for record in run.trajectories(split=split)]
         found = search("i think LIMA.")

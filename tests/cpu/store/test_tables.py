@@ -196,8 +196,7 @@ def test_a_column_that_is_no_json_is_named_where_it_is_read_and_only_there(tmp_p
     )
 
     def check(name):
-        path = str(tmp_path / "a.parquet")
-        CustomConfig(path=path, reward=f"{tmp_path}/rw.py:{name}").check()
+        CustomConfig(path=str(tmp_path / "a.parquet"), reward=f"{tmp_path}/rw.py:{name}").check()
 
     check("plain")
     check("misses")

@@ -97,8 +97,7 @@ def test_of_an_adapter_only_the_adapter_is_written(tmp_path):
             self.files = sorted(os.listdir(source))
 
     trainer = make_trainer("tiny-gpt-oss")
-    shape = lora_shape(LoraConfig(rank=4), trainer.model.config)
-    add_adapter(trainer.model, shape, seed=0)
+    add_adapter(trainer.model, lora_shape(LoraConfig(rank=4), trainer.model.config), seed=0)
     engine = Adapted(trainer.model, sources=("tensors", "adapter"))
     publisher = Publisher(engine, trainer, trainer.model, place=tmp_path / "weights")
     assert publisher.form == "adapter"
@@ -154,8 +153,7 @@ def test_a_load_that_fails_half_way_says_that_what_the_engine_runs_is_unknown():
             raise EngineError("worker 3 died after 17 of 26 tensors.")
         return new
 
-    engine = Taking(trainer.model, half)
-    publisher = publisher_of(trainer, engine, qualify="off")
+    publisher = publisher_of(trainer, Taking(trainer.model, half), qualify="off")
     with pytest.raises(EngineError, match=r"version 1\b.*17 of 26"):
         publish(publisher, 0, 1)
     assert publisher.level == "none"
@@ -254,8 +252,7 @@ def looks_of(take, *, dtype=torch.bfloat16, size=0.003, loads=10, seed=0, name="
         if version:
             nudge(trainer, size, 100 * seed + version)
 
-    rows = publish(publisher, *range(loads), between=update)
-    return rows, publisher
+    return publish(publisher, *range(loads), between=update), publisher
 
 
 def test_an_engine_that_follows_has_slope_one_and_no_alarm():

@@ -41,8 +41,7 @@ def _(config: CopyingConfig, context):
 
 
 def config_of(*settings, **engine):
-    found = quickstart_with(*SMALL, *settings)
-    return replace(found, engine=CopyingConfig(**engine))
+    return replace(quickstart_with(*SMALL, *settings), engine=CopyingConfig(**engine))
 
 
 def test_a_run_records_how_far_its_syncs_were_verified(tmp_path):
@@ -74,8 +73,7 @@ def test_an_update_whose_sync_fails_is_in_a_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("fault", ["wrong_weights", "half_loaded_weights"])
 def test_weights_that_do_not_arrive_later_in_a_run_raise_an_alarm(fault, tmp_path, capsys):
-    settings = [s for s in SMALL if not s.startswith("sync")]
-    config = quickstart_with(*settings, "steps=4")
+    config = quickstart_with(*[s for s in SMALL if not s.startswith("sync")], "steps=4")
     with injected(parse_fault(fault)):
         outcome = train(config, out=tmp_path / "run")
     run = load_run(tmp_path / "run")
@@ -88,8 +86,7 @@ def test_weights_that_do_not_arrive_later_in_a_run_raise_an_alarm(fault, tmp_pat
 
 
 def test_weights_that_do_not_arrive_from_the_start_stop_a_run_before_it_samples(tmp_path):
-    settings = [s for s in SMALL if not s.startswith("sync")]
-    config = quickstart_with(*settings)
+    config = quickstart_with(*[s for s in SMALL if not s.startswith("sync")])
     with injected(WrongWeights(at=0)), pytest.raises(EngineError, match="old values of everything"):
         train(config, out=tmp_path / "run", view="json")
     assert not load_run(tmp_path / "run").metrics

@@ -37,8 +37,7 @@ def test_sound_rows_pass_as_lists_arrays_and_tensors(kind):
 
 
 def test_tensors_of_sixteen_bits_with_a_gradient_are_read():
-    trainer = torch.tensor(TRUE, dtype=torch.bfloat16, requires_grad=True)
-    assert_aligned(TRUE, trainer)
+    assert_aligned(TRUE, torch.tensor(TRUE, dtype=torch.bfloat16, requires_grad=True))
 
 
 def test_a_turn_that_was_encoded_again_is_shown_with_both_ids():
@@ -59,6 +58,12 @@ def test_a_lost_end_and_a_trained_observation_are_named():
         assert_token_exact([1, 7, 8], [[7, 8]], loss_mask=[0, 1, 0])
     with pytest.raises(AssertionError, match=r"\b3\b.*\b2\b"):
         assert_token_exact([1, 7, 8], [[7, 8]], loss_mask=[0, 1])
+
+
+def test_ids_that_are_no_list_of_a_row_are_refused():
+    for row, turns in (([1, 7, 8], [7, 8]), ([[1, 7], [7, 8]], [[7, 8]]), ("178", ["78"])):
+        with pytest.raises(AssertionError, match="expected a list of ids, of one row or turn; fou"):
+            assert_token_exact(row, turns)
 
 
 def test_shifted_logprobs_say_by_how_much():
@@ -134,6 +139,7 @@ def test_statistics_by_names_that_nobody_knows_are_not_passed_over():
         assert_physical([{"my/kl": 2.0}] * 40)
     with pytest.raises(AssertionError, match="Found: none"):
         assert_physical([])
+    assert_physical({"mismatch/k1": 0.02})
     with pytest.raises(AssertionError, match="nearly all tokens are clipped"):
         assert_physical([{"actor/ppo_kl": 2, "actor/pg_clipfrac": 0.99}] * 40)
 

@@ -56,8 +56,7 @@ class Injectable(ChatMLRenderer):
     def extend(self, sampled_ids, messages):
         ids = super().extend(sampled_ids, messages)
         end = self.tokenizer.control_id("<|im_end|>")
-        spelled = sum("<|im_end|>" in message.content for message in messages)
-        return [*([end] * spelled), *ids]
+        return [*([end] * sum("<|im_end|>" in message.content for message in messages)), *ids]
 
 
 class Rewriting(ChatMLRenderer):

@@ -213,8 +213,7 @@ def test_logprobs_that_run_out_are_filled_with_zeros():
 
 
 def test_a_run_of_text_ends_with_the_turn():
-    row = row_of(([1], -1), (LETTERS[:5], 0), (LETTERS[5:], 1))
-    out = RetokenizedRows().changed(row, RENDERER)
+    out = RetokenizedRows().changed(row_of(([1], -1), (LETTERS[:5], 0), (LETTERS[5:], 1)), RENDERER)
     assert turns_of(out, 0) == TOKENIZER.encode("the a")
     assert turns_of(out, 1) == TOKENIZER.encode("nswer")
 

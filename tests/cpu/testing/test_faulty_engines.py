@@ -79,8 +79,7 @@ def play(*overrides, num_tasks=4, version=0):
 
 
 async def sync(parts, version):
-    is_shared = parts.engine.capabilities.shares_weights
-    source = None if is_shared else dict(hf_tensors(parts.model))
+    source = None if parts.engine.capabilities.shares_weights else dict(hf_tensors(parts.model))
     await parts.engine.load_weights(source, version=version)
 
 
@@ -140,8 +139,7 @@ def test_the_variance_of_rescored_logprobs_is_that_of_the_noise(model):
     error = np.sqrt(2 / (times - 1) * (expected**2).sum()) / expected.sum()
     assert error < 0.1
     assert found.var(0, ddof=1).sum() == pytest.approx(expected.sum(), rel=5 * error + 0.02)
-    recorded = trained(step.rows, "rollout_logprobs")
-    gap = recorded - found.mean(0)
+    gap = trained(step.rows, "rollout_logprobs") - found.mean(0)
     assert 0.3 < gap.var() / expected.mean() < 3  # what was recorded while sampling is as noisy
 
 

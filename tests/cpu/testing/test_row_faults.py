@@ -194,8 +194,7 @@ def test_the_prompt_stands_again_before_the_last_turn(renderer):
 def test_padding_is_neither_sampled_nor_trained(place):
     row = episode(CHATML)
     out = change(PaddedRows(count=4, place=place), row)
-    pad = CHATML.tokenizer.control_id("<|endoftext|>")
-    at = np.flatnonzero(out.token_ids == pad)
+    at = np.flatnonzero(out.token_ids == CHATML.tokenizer.control_id("<|endoftext|>"))
     first = int(np.flatnonzero(row.loss_mask)[0])
     assert at.tolist() == list(range(4)) if place == "left" else list(range(first, first + 4))
     assert not out.loss_mask[at].any()
@@ -239,9 +238,7 @@ def test_injected_control_tokens_stand_in_the_tools_text_and_both_sides_see_them
 
 @BOTH
 def test_thinking_is_dropped_from_every_turn_but_the_last(renderer):
-    row = episode(renderer)
-    out = change(DroppedThinking(), row, renderer)
-    text = texts_of(out, renderer)
+    text = texts_of(change(DroppedThinking(), episode(renderer), renderer), renderer)
     assert "I search." not in text
     assert "So it is." in text
     assert text.count("keywords") == 1
@@ -267,12 +264,10 @@ def test_quantised_log_probs_are_the_nearest_of_the_narrow_type(to, bits):
     exact = np.random.default_rng(0).normal(-2, 1, len(row)).astype(np.float32)
     row.set("rollout_logprobs", exact)
     (out,) = QuantisedLogprobs(to=to).change_rows([row], CHATML, by_the_model)
-    found = logprobs_of(out)
-    error = np.abs(found - exact[row.loss_mask])
+    error = np.abs(logprobs_of(out) - exact[row.loss_mask])
     assert 0 < error.max() <= (np.abs(exact[row.loss_mask]) * 2.0**-bits).max()
 
 
 def test_decimals_are_those_asked_for():
-    row = episode(CHATML)
-    found = logprobs_of(change(QuantisedLogprobs(decimals=1), row))
+    found = logprobs_of(change(QuantisedLogprobs(decimals=1), episode(CHATML)))
     np.testing.assert_array_equal(found, np.round(found.astype(np.float64), 1).astype(np.float32))

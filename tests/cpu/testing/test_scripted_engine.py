@@ -38,8 +38,7 @@ def test_a_reply_ends_with_its_stop_id_and_has_its_own_log_probs():
     assert ids([delta]) == REPLY[:5] and (delta.finish_reason, delta.stop) == ("stop", 2)
     expected = [fake_logprob(id_, 3 + at) for at, id_ in enumerate(REPLY[:5])]
     np.testing.assert_allclose(delta.logprobs, expected, rtol=1e-6)
-    row = np.array([5, 6, 7, *REPLY[:5]], np.int32)
-    scores = asyncio.run(engine.score(row)).logprobs
+    scores = asyncio.run(engine.score(np.array([5, 6, 7, *REPLY[:5]], np.int32))).logprobs
     assert np.isnan(scores[0])
     np.testing.assert_array_equal(scores[3:], delta.logprobs)
 

@@ -262,7 +262,7 @@ def numbers(value: Any) -> Array | None:
     """A list of numbers (null is NaN), a tensor or an array as an array; None for anything else."""
     if isinstance(value, list | tuple):
         kinds = set(map(type, value))
-        if not kinds <= {int, float, bool, type(None)}:
+        if not all(issubclass(kind, int | float | np.number | np.bool_ | None) for kind in kinds):
             return None  # lists of lists may be shared, and expand
         dtype = np.float64 if type(None) in kinds else None if kinds else np.int64
         try:

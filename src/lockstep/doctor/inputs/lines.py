@@ -160,9 +160,9 @@ class LineDump(FileDump):
 
     @classmethod
     def is_own(cls, path: Path) -> bool:
-        try:
-            return cls.is_own_line(next(json_lines(path))[2])
-        except (DataError, StopIteration):
+        try:  # the first dialogues may have failed, and have no ids
+            return any(cls.is_own_line(line) for *_, line in islice(json_lines(path), 8))
+        except DataError:
             return False
 
     @classmethod

@@ -73,7 +73,7 @@ class RowsDump(FileDump):
         self.has = frozenset({"row_ids"} | known | sampled) - self.unread.keys()
         self.lacks = {
             column.field: f"there is no column {column.name}: "
-            f"{HOW_TO_GET.get(column.field, 'log it')}.{_hint(column, names)}"
+            f"{HOW_TO_GET.get(column.field, 'log it')}.{hint(column, names)}"
             for column in COLUMNS
             if column.field not in self.has
         } | self.unread
@@ -116,15 +116,18 @@ class RowsDump(FileDump):
     @classmethod
     def live(cls, rows: Sequence[Mapping[str, Any]], *, step: int) -> Live:
         """Mappings with columns as lists, arrays or tensors."""
+        if not all(isinstance(row, Mapping) for row in rows):
+            raise DataError(f"the rows of step {step}: expected a mapping for each row, in a list.")
         names = [name for name in BY_NAME if any(row.get(name) is not None for row in rows)]
-        if missing := [name for name in REQUIRED if name not in names]:
-            raise DataError(f"the rows of step {step} have no {missing[0]}.")
+        if missing := [name for name in REQUIRED if rows and name not in names]:
+            asked = hint(BY_NAME[missing[0]], rows[0])
+            raise DataError(f"the rows of step {step} have no {missing[0]}.{asked}")
 
         def made(i: int) -> Row:
             source = {name: array_of(rows[i].get(name)) for name in names}
             return read_row(source, names, f"row {i} of step {step}", row_id=f"{step}/{i}")
 
-        groups = [row.get("group") for row in rows]
+        groups = [array_of(row.get("group")) for row in rows]
         return range(len(rows)) if None in groups else groups, partial(map, made), {}
 
     def _head(self, path: Path) -> tuple[frozenset[str], Facts]:
@@ -138,17 +141,17 @@ class RowsDump(FileDump):
                 raise DataError(
                     f"{path} has no column {name}; every row must have {' and '.join(REQUIRED)} "
                     "(documentation: Doctor: dumps). It has: "
-                    f"{', '.join(sorted(columns)[:12]) or 'none'}.{_hint(BY_NAME[name], columns)}"
+                    f"{', '.join(sorted(columns)[:12]) or 'none'}.{hint(BY_NAME[name], columns)}"
                 )
         return self._heads[path]
 
 
-def _hint(column: Column, names: Iterable[str]) -> str:
+def hint(column: Column, names: Iterable[str]) -> str:
     """A question about a column of another name that may be meant."""
     others = sorted(set(names) - BY_NAME.keys())
     meant = [name for name in others if name in column.often_called]
     meant += get_close_matches(column.name, others, n=1, cutoff=0.8)
-    return f" The file has {meant[0]}: if that is it, rename it." if meant else ""
+    return f" There is {meant[0]}: if that is it, rename it." if meant else ""
 
 
 def _head_of(path: Path, end: int) -> tuple[frozenset[str], Facts]:
@@ -276,9 +279,8 @@ def read_row(source: Mapping[str, Any], names: Iterable[str], where: str, *, row
     ([False, True], [nan, -0.5])
     """
     ids = source.get("token_ids")
-    size = len(ids) if isinstance(ids, list | np.ndarray) else 0  # anything else is refused
-    with np.errstate(over="ignore"):  # beyond float32: infinite
-        found = {BY_NAME[n].field: _value(BY_NAME[n], source.get(n), size, where) for n in names}
+    size = len(ids) if isinstance(ids, list | tuple | np.ndarray) else 0  # others are refused
+    found = {BY_NAME[n].field: _value(BY_NAME[n], source.get(n), size, where) for n in names}
     found["messages"], unread = dialogue_of(found.get("messages"), f"{where}: messages")
     if "turn" in found:
         turn = np.full(size, -1) if found["turn"] is None else found["turn"]
@@ -348,7 +350,8 @@ def _cast(column: Column, value: Any, where: str, *, ndim: int = 0) -> Array:
     if found is None or found.ndim != ndim or (is_bool and column.shape != "row"):
         raise DataError(f"{where} must be {column.expected}, found {shown(value)}.")
     if dtype.kind == "f" or (found.dtype == dtype and low):
-        return found.astype(dtype, copy=False)
+        with np.errstate(over="ignore"):  # beyond float32: infinite
+            return found.astype(dtype, copy=False)
     is_odd = False
     if found.dtype.kind == "f":
         is_null = np.isnan(found)
@@ -422,8 +425,7 @@ def write_rows(path: str | Path, chunks: Iterable[Rows], facts: Facts | None = N
         raise DataError(f"{path}: there are no rows to write.")
     names = _names(first)
     kinds = [(name, BY_NAME[name].arrow_type) for name in names]
-    head = json.dumps(facts_to_dict(facts or Facts()))
-    schema = pa.schema(kinds, metadata={HEAD: head})
+    schema = pa.schema(kinds, metadata={HEAD: json.dumps(facts_to_dict(facts or Facts()))})
     num_rows = 0
 
     def write(file: BinaryIO) -> None:

@@ -355,8 +355,7 @@ class VerlDump(BatchDump):
         if source["is_padded"]:  # jagged rows have no padding
             if source.get("attention_mask") is None:
                 raise DataError(f"{where}: the batch has no attention_mask. Save it with one.")
-            attended = source["attention_mask"]
-            kept = floats_of(attended, len(ids), f"{where}: attention_mask") > 0
+            kept = floats_of(source["attention_mask"], len(ids), f"{where}: attention_mask") > 0
         replied, names = kept[len(prompt) :], ("token_level_scores", "rm_scores")
         scores = per_token(source, names, where, size=int(kept.sum()), kept=replied)
         known["routed_experts"] = _verl_routes(numbers(source.get("routed_experts")), kept, where)

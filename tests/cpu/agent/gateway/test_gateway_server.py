@@ -182,8 +182,7 @@ def test_a_dialogue_that_is_too_long_has_the_dialects_own_code(gateway: Gateway)
     long = "x" * 30_000
     _, found = gateway.ask("POST", CHAT, asking(long))
     assert found["error"]["code"] == "context_length_exceeded"
-    body = {**asking(long), "max_tokens": 5}
-    status, found = gateway.ask("POST", "/v1/messages", body)
+    status, found = gateway.ask("POST", "/v1/messages", {**asking(long), "max_tokens": 5})
     assert (status, found["error"]["type"]) == (400, "invalid_request_error")
     assert found["error"]["message"].startswith("prompt is too long: ")
 
@@ -374,8 +373,7 @@ def test_models_are_listed_and_other_names_let_in_by_setting():
 
 
 def test_a_port_that_is_taken_is_one_clear_error(gateway: Gateway):
-    port = int(gateway.url.rpartition(":")[2])
-    other = Gateway(script, config=GatewayConfig(port=port))
+    other = Gateway(script, config=GatewayConfig(port=int(gateway.url.rpartition(":")[2])))
     with pytest.raises(ConfigError, match="port=0"):
         asyncio.run(other.server.start())
 

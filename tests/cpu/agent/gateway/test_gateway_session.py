@@ -304,8 +304,7 @@ def test_counting_tokens_changes_nothing():
 
     async def script(agent):
         first = await agent.ask(user("a"))
-        asked = TurnRequest(messages=(*agent.messages, user("b")))
-        size = await agent.session.count_tokens(asked)
+        size = await agent.session.count_tokens(TurnRequest(messages=(*agent.messages, user("b"))))
         second = await agent.ask(user("b"))
         assert size == len(second.prompt_ids) > len(first.prompt_ids)
         again = TurnRequest(messages=(user("a"),))
@@ -342,8 +341,7 @@ def test_routes_of_a_session_have_no_gap_on_any_branch():
 
 
 def test_a_turn_that_crosses_a_weight_update_is_one_turn_of_the_session():
-    answers = turns(said("a long answer"), said("end"))
-    engine = FakeEngine(answers, tokens_per_step=1)
+    engine = FakeEngine(turns(said("a long answer"), said("end")), tokens_per_step=1)
 
     async def script(agent):
         asking = asyncio.create_task(agent.ask(user("a")))

@@ -110,9 +110,8 @@ def test_an_edit_of_the_last_message_is_a_branch_without_copies():
 
 def test_dropped_thinking_forks_where_the_first_thought_was_and_both_paths_are_rewarded():
     renderer = ChatMLRenderer(byte_tokenizer(), ChatMLConfig(thinking="drop"))
-    call = look(at="a")
     engine = FakeEngine(
-        turns(said("", call, thinking="I look"), said("one", thinking="so"), said("two"))
+        turns(said("", look(at="a"), thinking="I look"), said("one", thinking="so"), said("two"))
     )
 
     async def script(agent):
@@ -280,8 +279,7 @@ def test_the_unaltered_part_of_a_reply_keeps_the_ids_that_were_sampled(format, b
         await agent.ask(user("b"))
 
     trajectory = play(FakeEngine(lambda request: next(answers)), script, renderer=renderer)
-    copy = next(s for s in trajectory.segments if s.reason)
-    ids = copy.token_ids.tolist()
+    ids = next(s for s in trajectory.segments if s.reason).token_ids.tolist()
     assert renderer.parse(ids).content == f"{before}the answer is 5{behind}"
     assert ids[: len(head)] == head  # the thinking, which the client did not send back
     start = len(ids) - len(body) - len(spelled_turn(renderer, ".", end)) if before else len(head)
@@ -301,8 +299,7 @@ def test_a_reply_trimmed_to_its_call_keeps_the_ids_of_the_call():
 
     spaced = said("words", replace(look(at="a"), arguments='{"at":  "a"}'), thinking="so")
     trajectory = play(FakeEngine(turns(spaced, said("ok"))), script)
-    copy = next(s for s in trajectory.segments if s.reason)
-    read = RENDERER.parse(copy.token_ids.tolist())
+    read = RENDERER.parse(next(s for s in trajectory.segments if s.reason).token_ids.tolist())
     assert (read.content, read.thinking) == ("", "so")
     assert read.tool_calls[0].arguments == '{"at":  "a"}'
     assert trajectory.metrics["gateway/altered_tokens"] == len("words\n")
@@ -476,8 +473,7 @@ def test_thinking_that_a_client_puts_into_the_content_is_the_models_own(
     wrapper, has_call, has_both
 ):
     thought = "The river is west.\nThe well is not."
-    calls = (look(at="the river"),) if has_call else ()
-    first = said("I go west.", *calls, thinking=thought)
+    first = said("I go west.", *(look(at="the river"),) if has_call else (), thinking=thought)
     engine = FakeEngine(turns(first, said("Done.", thinking="So.")))
 
     async def script(agent):

@@ -209,8 +209,7 @@ async def test_waiting_for_a_place_is_not_counted_as_a_programs_time():
 
 def test_nothing_is_left_after_close_and_a_closed_sandbox_starts_again():
     before = children()
-    config = MontyConfig(limits=SandboxLimits(seconds=60.0), workers=2)
-    sandbox = config.open()
+    sandbox = MontyConfig(limits=SandboxLimits(seconds=60.0), workers=2).open()
 
     async def play(code: str) -> ProgramResult:
         running = asyncio.ensure_future(sandbox.run(code))

@@ -199,7 +199,7 @@ def test_every_bit_that_flips_in_a_parquet_file_is_read_or_refused(tmp_path: Pat
         (b'{"token_ids": [1], "loss_mask": tru}\n', "not JSON (Expecting value"),
         (b'{"prompt": "a", "completion": "b"}\n', "has no column token_ids"),
         (b'{"prompt": "a", "completion": "b", "advantage": 0}\n', "has TRL's texts"),
-        (b'{"tokens": [1], "loss_mask": [1]}\n', "The file has tokens: if that is it, rename it."),
+        (b'{"tokens": [1], "loss_mask": [1]}\n', "There is tokens: if that is it, rename it."),
         (b'{"lockstep.doctor": {}}\n', "has no rows"),
         (b'{"lockstep.doctor": {"modle": "x"}}\n', "'modle'"),
         (b'{"lockstep.doctor": {"stop_ids": 3}}\n', "stop_ids must be a list of ids, found 3"),

@@ -121,8 +121,7 @@ def test_answers_of_vllm_are_rows_by_their_choices(tmp_path):
     }
     logprobs = {"tokens": ["token_id:12"], "token_logprobs": [-1.5]}
     choice = {"text": "4", "prompt_token_ids": [7], "token_ids": [12], "logprobs": logprobs}
-    completion = {"object": "text_completion", "choices": [choice]}
-    rows = rows_of(tmp_path, chat, completion)
+    rows = rows_of(tmp_path, chat, {"object": "text_completion", "choices": [choice]})
     assert rows.row_ids == ("0", "0.1", "1")
     assert rows.token_ids.tolist() == [5, 6, 10, 5, 6, 11, 7, 12]
     assert rows.rollout_logprobs[[2, 5, 7]].tolist() == [-0.5, -1.0, -1.5]
@@ -154,7 +153,9 @@ def test_messages_with_images_are_left_out_with_the_reason(tmp_path):
 
 
 def test_a_dialogue_without_ids_is_not_taken_for_one_with_them(tmp_path):
-    path = save(tmp_path / "a.jsonl", {"messages": [{"role": "user", "content": "hi"}]})
+    failed = {"messages": [{"role": "user", "content": "hi"}]}
+    path = save(tmp_path / "a.jsonl", failed)
     assert not ChatDump.recognises(path)
     with pytest.raises(DataError, match="no row of the format chat"):
         open_dump(path, format="chat")
+    assert rows_of(tmp_path, failed, dialogue([5, 6, 10, 11, 20])).row_ids == ("1",)

@@ -247,14 +247,14 @@ def test_a_column_of_another_name_is_asked_about_and_not_taken(tmp_path: Path):
     dump = open_dump(jsonl(tmp_path / "rows.jsonl", row(1, old_log_probs=[-1.0])))
 
     assert "trainer_logprobs" not in dump.has
-    assert "The file has old_log_probs" in dump.lacks["trainer_logprobs"]
+    assert "There is old_log_probs" in dump.lacks["trainer_logprobs"]
     assert not {name for column in COLUMNS for name in column.often_called} & set(BY_NAME)
 
 
 def test_a_column_that_is_misspelt_is_asked_about(tmp_path: Path):
     dump = open_dump(jsonl(tmp_path / "rows.jsonl", row(1, rollout_logprob=[-1.0])))
-    assert "The file has rollout_logprob: if that is it" in dump.lacks["rollout_logprobs"]
-    assert "The file has" not in dump.lacks["trainer_logprobs"]
+    assert "There is rollout_logprob: if that is it" in dump.lacks["rollout_logprobs"]
+    assert "There is" not in dump.lacks["trainer_logprobs"]
 
 
 def test_the_first_line_says_what_the_file_knows_of_itself(tmp_path: Path):

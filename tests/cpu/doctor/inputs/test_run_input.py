@@ -23,8 +23,7 @@ def write_run(path: Path, num_steps: int = 2, **config: object) -> Path:
     with RunDirectory.create(path, CONFIG | config, facts={"family": "moe"}) as run:
         for step in range(num_steps):
             of_step = groups()
-            rows = rows_with_trainer_values(of_step)
-            run.write_trajectories(step, of_step, samples=rows)
+            run.write_trajectories(step, of_step, samples=rows_with_trainer_values(of_step))
             run.log({"step": step, "staleness/version": step + 3.0})
     return path
 

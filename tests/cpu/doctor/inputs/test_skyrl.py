@@ -79,8 +79,7 @@ def save(tmp_path, monkeypatch):
         state = {"batch_dict": columns, "batch_size": 3, "metadata": metadata}
         path = tmp_path / "dumped_data" / f"global_step_{step}_training_input.pkl"
         path.parent.mkdir(exist_ok=True)
-        made = TrainingInputBatch(state | {"device": torch.device("cpu")})
-        path.write_bytes(pickle.dumps(made))
+        path.write_bytes(pickle.dumps(TrainingInputBatch(state | {"device": torch.device("cpu")})))
         return path
 
     return save

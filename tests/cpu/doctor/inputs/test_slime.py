@@ -148,8 +148,7 @@ def test_a_training_batch_gives_both_sides_and_is_preferred(tmp_path):
         tmp_path / "train_data" / "7.pt", train_sample(0), train_sample(1),
         format_version=2, rank=0, dp_shards=[], raw_reward=[1.0, 0.0],
     )  # fmt: skip
-    dump = open_dump(tmp_path)
-    rows = only(dump)
+    rows = only(open_dump(tmp_path))
     assert rows.row_ids == ("7/0", "7/1") and rows.rewards.tolist() == [1.0, 0.0]
     gap = rows.gap[:7]
     assert np.isnan(gap[[0, 1, 4, 5]]).all()
@@ -172,8 +171,7 @@ def test_shares_of_ranks_are_put_together_and_counted_once(tmp_path):
             del shard["log_probs"]
         saved = {"rollout_id": 7, "rank": rank, "rollout_data": shard}
         torch.save(saved, tmp_path / f"7_{rank}.pt")
-    dump = SlimeDump(tmp_path)
-    rows = only(dump)
+    rows = only(SlimeDump(tmp_path))
     assert sorted(rows.row_ids) == ["7/0", "7/1", "7/2", "7/3"]
     assert dict(zip(rows.row_ids, rows.rewards, strict=True))["7/3"] == 3.0
     assert np.isfinite(rows.gap).sum() == 12
