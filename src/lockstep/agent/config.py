@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-from lockstep.config import ABOVE_0, Checked, Interval, at_least, require
+from lockstep.config import ABOVE_0, Checked, Form, Interval, at_least, require
 from lockstep.engines.config import EmbeddedConfig, EngineConfig
 
 MIN_TEMPERATURE = 1e-5
@@ -68,7 +68,7 @@ class AgentConfig(_Sampling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeatConfig:
+class SeatConfig(Checked):
     """Base of the kinds of `seats.NAME`: who plays a seat of the task."""
 
 
@@ -94,13 +94,9 @@ class FrozenSeat(SeatConfig):
 
     TAG: ClassVar[str] = "frozen"
 
-    model: str = ""
+    model: Annotated[str, Form(".+", "RUN@STEP, a shipped model or a checkpoint directory")] = ""
     """Its weights, as for `lockstep serve`: RUN@STEP, a shipped model, a checkpoint directory,
     ORGANISATION/NAME, or an adapter in PEFT's form. A step is needed because a run that goes on
     would be another opponent after a resume."""
     engine: EngineConfig = field(default_factory=EmbeddedConfig)
     """Engine that samples for it: this process, or a server that has the model (engine.urls)."""
-
-    def __post_init__(self) -> None:
-        expected = "RUN@STEP, a shipped model or a checkpoint directory"
-        require(self, model=(bool(self.model), expected))
