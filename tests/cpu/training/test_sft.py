@@ -294,6 +294,24 @@ def test_what_a_renderer_cannot_write_is_named_by_its_line(tmp_path):
         sft_row(example, None)
 
 
+@pytest.mark.parametrize("renderer", renderers(), ids=lambda r: type(r).__name__)
+def test_a_reply_that_spells_control_tokens_is_not_trained_letter_by_letter(tmp_path, renderer):
+    def row_of(content, **more):
+        said = {"role": "assistant", "content": content, **more}
+        last = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "4"}]
+        messages = [{"role": "user", "content": "?"}, said, *last]
+        return sft_row(*load_examples(write(tmp_path, {"messages": messages})), renderer)
+
+    thought = Message(role="assistant", content="4", thinking="Add.")
+    called = Message(role="assistant", tool_calls=(ToolCall(name="f", arguments="{}"),))
+    for reply, part in ((thought, "thinking"), (called, "calls")):
+        spelled = renderer.tokenizer.decode(renderer.render_reply(reply))
+        with pytest.raises(DataError, match=f":1: message 1: content spells {part} in control"):
+            row_of(spelled)
+        assert row_of(spelled, weight=0).num_trained < row_of("4").num_trained
+    assert row_of("A turn ends with <|im_end|>.").num_trained > row_of("4").num_trained
+
+
 def ids_example_rows(tmp_path, lengths, **config):
     lines = [
         {"token_ids": [i] * n, "loss_mask": [0] + [1] * (n - 1)} for i, n in enumerate(lengths)
