@@ -261,6 +261,10 @@ def test_a_teacher_s_own_rows_are_no_loss_and_another_s_are_learned(tmp_path):
             {"token_ids": [1, 2], "loss_mask": [0, 1], "weights": [0, -1]},
             r"weights\[1\].*\b0\b.*-1",
         ),
+        (
+            {"token_ids": [1, 2], "loss_mask": [0, 1], "weights": [0, 10**400]},
+            r"weights\[1\]: expected a number of 0 to 1e30, found 10000",
+        ),
         ({"messages": "hi"}, "messages is text that is not JSON"),
         ({"messages": []}, "assistant's.*none"),
         ({"messages": DIALOGUE[:2]}, "assistant's.*user's"),

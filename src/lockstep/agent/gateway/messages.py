@@ -39,6 +39,7 @@ def read(body: Mapping[str, Any], dialogues: Dialogues, *, is_counted: bool = Fa
     asked = Value(body)
     found = asked.check_fields("others", "messages")
     found += asked["output_config"].check_fields("messages_output")
+    found += asked["tool_choice"].check_fields("messages_choice")
     if body.get("max_tokens") is None and not is_counted:
         raise asked["max_tokens"].refusal("is missing: it is required.")
     transcript = BodyTranscript()
