@@ -302,7 +302,13 @@ class GatewayServer:
         turns = [asked.turn]
         if asked.num_choices > 1:
             turns = [_choice(asked.turn, at) for at in range(asked.num_choices)]
-        replies = await asyncio.gather(*map(session.reply, turns))
+        ended = await asyncio.gather(*map(session.reply, turns), return_exceptions=True)
+        replies = [reply for reply in ended if isinstance(reply, TurnReply)]
+        if errors := [error for error in ended if isinstance(error, BaseException)]:
+            for turn, reply in zip(turns, ended, strict=True):
+                if isinstance(reply, TurnReply):
+                    session.lost(reply.leaf, key=turn.key)
+            raise errors[0]
         for reply in replies:
             if not reply.is_repeated:
                 self.counts["encoded_tokens"] += len(reply.prompt_ids) - reply.num_reused_tokens
