@@ -190,8 +190,7 @@ class ModelServer:
         from lockstep.agent.gateway.registry import SessionRegistry
         from lockstep.agent.gateway.server import GatewayServer
 
-        served, config, store = self.served, self.config, None
-        out = self._out
+        served, config, out, store = self.served, self.config, self._out, None
         if out is not None and self.tinker_out is not None:
             out = default_run_path("agents", root=out / "runs")
         if out is not None:
@@ -261,9 +260,7 @@ class ModelServer:
         from lockstep.agent.gateway.listener import ANY_ADDRESS
 
         url, key, host = self.url, self.key, self.config.gateway.host
-        names = dict.fromkeys(self.bases)
-        if self.agents is not None:
-            names = {self.agents.model: None} | names
+        names = dict.fromkeys([*([self.agents.model] if self.agents else []), *self.bases])
         lines = [f"{url} serves {', '.join(names)}; Ctrl-C ends it"]
         if key and key != os.environ.get("LOCKSTEP_KEY"):
             lines.append(f"  export LOCKSTEP_KEY={shlex.quote(key)}")

@@ -761,9 +761,7 @@ class Sample:
     def _check(self, name: str, column: npt.NDArray[Any] | Ragged) -> None:
         spec = COLUMNS.get(name)
         if spec is None:
-            raise AlignmentError(
-                f"sample {self.id}: unknown column {name!r}; known: {list(COLUMNS)}"
-            )
+            raise AlignmentError(f"sample {self.id}: unknown column {name!r}; known: {[*COLUMNS]}")
         is_ragged = isinstance(column, Ragged)
         shape = (len(self.token_ids), *spec.trailing_shape)
         found = (len(column),) if isinstance(column, Ragged) else column.shape

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -118,14 +117,12 @@ def check_out(out: str | Path | None, *, resume: bool) -> None:
 
 
 def continued(config: T, run: str | Path) -> T:
-    """`config`, with which `run` goes on, and what the run chose where it leaves a setting open.
+    """The config that `run` goes on with. A setting that `config` leaves open has the run's value.
     Raises ConfigError if other settings differ from the run's first ones."""
-    known = from_dict(type(config), stored := load_run(run).config)
+    stored, asked = load_run(run).config, to_dict(config)
     for name, unset in (("dtype", "auto"), ("renderer", None)):
-        if getattr(config, name) == unset:
-            config = replace(config, **{name: getattr(known, name)})
+        asked[name] = stored.get(name) if asked[name] == unset else asked[name]
     # A run continues with any number of processes, anywhere: its numbers stay the same.
-    asked = to_dict(config)
     stored |= {name: asked[name] for name in ("parallel", "placement") if name in asked}
     if changed := differences(stored, asked):
         listed = ", ".join(f"{k}: {a} -> {b}" for k, (a, b) in changed.items())
@@ -134,7 +131,7 @@ def continued(config: T, run: str | Path) -> T:
             f"resume=true continues {run} as it was, and these settings differ: {listed}. To go "
             f"on with other settings start a new run from its checkpoint: {way}={run}@STEP."
         )
-    return config
+    return from_dict(type(config), stored)
 
 
 def check_run(

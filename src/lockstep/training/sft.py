@@ -173,13 +173,13 @@ def _check_spelling(renderer: Renderer, content: str, where: str) -> None:
     """Raises DataError for a content that has thinking or calls between control tokens: as text,
     it would be trained letter by letter."""
     pieces = _marks_of(renderer.tokenizer).pieces(content, "")
-    is_spelled = any(isinstance(piece, int) for piece in pieces)
-    read = renderer.parse(encode_pieces(renderer.tokenizer, pieces) if is_spelled else [])
-    if read.thinking or read.tool_calls:
+    # One piece is text alone.
+    read = renderer.parse(encode_pieces(renderer.tokenizer, pieces)) if len(pieces) > 1 else None
+    if read is not None and (read.thinking or read.tool_calls):
+        part = "thinking" if read.thinking else "calls"
         raise DataError(
-            f"{where}: content spells {'thinking' if read.thinking else 'calls'} in control tokens,"
-            " and text never becomes a control token. Move it to `thinking` or `tool_calls`, or "
-            "set the message's `weight` to 0."
+            f"{where}: content spells {part} in control tokens, and text never becomes a control "
+            "token. Move it to `thinking` or `tool_calls`, or set the message's `weight` to 0."
         )
 
 
@@ -343,9 +343,7 @@ def _add_soft_targets(sample: Sample, listed: Any, logprobs: Any) -> None:
         if not isinstance(values, list) or len(values) != size:
             raise DataError(f"{name} must be a list with one entry per token of token_ids.")
         if missing := [i for i in trained if not isinstance(values[i], list) or not values[i]]:
-            raise DataError(
-                f"{name}[{missing[0]}] must be a list of numbers: the token is trained."
-            )
+            raise DataError(f"{name}[{missing[0]}] must list numbers: the token is trained.")
     num_listed = len(listed[trained[0]])
     ids = np.zeros((size, num_listed), np.int32)
     values = np.full((size, num_listed), np.nan, np.float32)

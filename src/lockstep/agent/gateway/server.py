@@ -174,13 +174,12 @@ class GatewayServer:
 
     async def _value(self, request: web.Request, *fields: str) -> Value:
         """The body of a request about a session; an empty object without one. fields: all that it
-        may have, where others are refused."""
+        may have."""
         raw = b""
         if request.can_read_body:
             raw = await self._listener.read(request, content_type="application/json")
         body = Value(await parsed(raw or b"{}"))
-        if fields:
-            body.check_known(*fields, is_strict=True)
+        body.check_known(*fields, is_strict=True)
         return body
 
     # -- the session of a request -----------------------------------------------------------------

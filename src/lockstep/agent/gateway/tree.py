@@ -136,7 +136,10 @@ class History:
         calls: list[str] = []
         replies: list[Message] = []
         batches: list[list[Message]] = [[]]
-        keys: list[list[Any]] = [[_tools_key(request.tools)]]
+        tools = [
+            (t.name, t.description, json.dumps(t.parameters, sort_keys=True)) for t in request.tools
+        ]
+        keys: list[list[Any]] = [[tuple(tools)]]
         for message in request.messages:
             if message.role == "assistant":
                 replies.append(tree.unmerged(message))
@@ -192,8 +195,7 @@ class Tree:
         self._roots: dict[Key, Input] = {}
         self._root_sizes: set[int] = set()
         """Batches of their prompts: an agent may begin with a history."""
-        self._told: set[Key] = set()
-        self._asked: set[Key] = set()
+        self._openings: set[Key] = set()
         """Instructions of the roots, and their first questions: see `_opening`."""
         self._quotable: list[str] = []
         self._longest = 0
@@ -226,9 +228,7 @@ class Tree:
     def insert_root(self, place: Input) -> None:
         self._roots[place.key] = place
         self._root_sizes.add((len(place.key) + 1) // 2)  # replies are between the batches
-        told, asked = _opening(place.key[0])
-        self._told.add(told)
-        self._asked.add(asked)
+        self._openings.update(_opening(place.key[0]))
 
     def add(self, answer: Answer) -> None:
         """Adds a turn that was just recorded."""
@@ -281,11 +281,11 @@ class Tree:
         if not any(place.is_used for place in self._roots.values()):
             return ""
         told, asked = _opening(dialogue.batch_keys[0])
-        if told not in self._told:
+        if told not in self._openings:
             return "sub_agent"
         if self._quotes(dialogue.batches[0]):
             return "compaction"
-        is_told_on = len(dialogue.replies) > 0 or (asked and asked in self._asked)
+        is_told_on = len(dialogue.replies) > 0 or (asked and asked in self._openings)
         return self._rewritten(dialogue, Found()) if is_told_on else "new_dialogue"
 
     def _rewritten(self, dialogue: History, found: Found) -> Reason:
@@ -359,10 +359,10 @@ def _is_merged(reply: Message, turn: Message) -> bool:
 
 def _reason_at(place: Input) -> Reason:
     """Why a place that is there already is asked at once more."""
-    if place.answers:
-        return "retry" if not place.num_running else "concurrent"
     if place.num_running:
         return "concurrent"
+    if place.answers:
+        return "retry"
     return "edited_history" if place.why is None else place.why
 
 
@@ -390,10 +390,6 @@ def _read_canonical(arguments: str) -> str:
         return canonical(json.loads(arguments))
     except (ValueError, RecursionError):
         return arguments
-
-
-def _tools_key(tools: Sequence[ToolSchema]) -> Key:
-    return tuple((t.name, t.description, json.dumps(t.parameters, sort_keys=True)) for t in tools)
 
 
 def _opening(first_batch: Key) -> tuple[Key, Key]:
