@@ -174,13 +174,12 @@ class GatewayServer:
 
     async def _value(self, request: web.Request, *fields: str) -> Value:
         """The body of a request about a session; an empty object without one. fields: all that it
-        may have, where others are refused."""
+        may have."""
         raw = b""
         if request.can_read_body:
             raw = await self._listener.read(request, content_type="application/json")
         body = Value(await parsed(raw or b"{}"))
-        if fields:
-            body.check_known(*fields, is_strict=True)
+        body.check_known(*fields, is_strict=True)
         return body
 
     # -- the session of a request -----------------------------------------------------------------
@@ -302,7 +301,13 @@ class GatewayServer:
         turns = [asked.turn]
         if asked.num_choices > 1:
             turns = [_choice(asked.turn, at) for at in range(asked.num_choices)]
-        replies = await asyncio.gather(*map(session.reply, turns))
+        ended = await asyncio.gather(*map(session.reply, turns), return_exceptions=True)
+        replies = [reply for reply in ended if isinstance(reply, TurnReply)]
+        if errors := [error for error in ended if isinstance(error, BaseException)]:
+            for turn, reply in zip(turns, ended, strict=True):
+                if isinstance(reply, TurnReply):
+                    session.lost(reply.leaf, key=turn.key)
+            raise errors[0]
         for reply in replies:
             if not reply.is_repeated:
                 self.counts["encoded_tokens"] += len(reply.prompt_ids) - reply.num_reused_tokens

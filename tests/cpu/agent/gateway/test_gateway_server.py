@@ -2,6 +2,7 @@
 
 import asyncio
 import http.client
+import itertools
 import json
 import socket
 import time
@@ -37,8 +38,13 @@ class _FewConnections(GatewayConfig):
     max_connections = 20
 
 
+TURNS = itertools.count()
+
+
 def script(prompt: str) -> Message:
     if "engine down" in prompt:
+        raise EngineDownError("connection refused")
+    if "down at the second turn" in prompt and next(TURNS) == 1:
         raise EngineDownError("connection refused")
     if "broken" in prompt:
         raise ZeroDivisionError
@@ -327,6 +333,18 @@ def test_the_turn_of_a_client_that_leaves_is_there_for_its_retry(gateway: Gatewa
     gateway.ask("POST", f"/sessions/{made['id']}/finish")
     assert session.trajectory.rewards == {}, "nobody received it"
     assert session.trajectory.metrics["gateway/abandoned_turns"] == 1
+
+
+def test_a_choice_that_fails_takes_the_others_with_it_until_a_retry(gateway: Gateway):
+    _, made = gateway.ask("POST", "/sessions")
+    session, path = gateway.sessions.get(made["id"]), f"/s/{made['id']}{CHAT}"
+    body = asking("down at the second turn") | {"n": 2}
+    for attempt, expected, num_rewarded in ((0, 503, 0), (1, 200, 2)):
+        headers = {"x-stainless-retry-count": str(attempt)}
+        assert gateway.ask("POST", path, body, **headers)[0] == expected
+        gateway.ask("POST", f"/sessions/{made['id']}/reward", {"reward": 1.0})
+        assert len(session.rewards) == num_rewarded
+    assert session.trajectory.num_turns == 3  # the one that nobody received is left out
 
 
 def test_concurrent_requests_are_answered_side_by_side(gateway: Gateway):
