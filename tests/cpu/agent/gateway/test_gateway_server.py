@@ -384,6 +384,8 @@ def test_models_are_listed_and_other_names_let_in_by_setting():
     with Gateway(script, config=GatewayConfig(names=("gpt-9",))) as gateway:
         _, found = gateway.ask("GET", "/v1/models")
         assert [entry["id"] for entry in found["data"]] == [MODEL, "gpt-9"]
+        assert gateway.ask("GET", "/v1/models/gpt-9") == (200, found["data"][1])
+        assert gateway.ask("GET", "/v1/models/other")[0] == 404
         assert gateway.ask("POST", CHAT, {**BODY, "model": "other"})[0] == 404
         assert gateway.ask("POST", CHAT, {**BODY, "model": "gpt-9"})[0] == 200
     with Gateway(script, config=GatewayConfig(names=("*",))) as gateway:
