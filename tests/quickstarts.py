@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from lockstep import train
 from lockstep.config import resolve
+from lockstep.doctor.monitor import open_monitor
 from lockstep.recipes import find_recipe
+from lockstep.run.train import train
 from lockstep.run_config import Config
 from lockstep.store.run import Run, load_run
 from lockstep.testing.faults import injected, split_faults
@@ -22,8 +23,10 @@ def quickstart_with(*words: str) -> Config:
 
 
 def run_with(path: Path, *words: str, **options: Any) -> Run:
-    """A run with these settings and faults. options: of `train`."""
+    """A run with these settings and faults, which goes on with other ones too. options: of
+    `train`."""
     settings, faults = split_faults(words)
     with injected(*faults):
-        train(quickstart_with(*settings), out=path, view="json", **options)
+        options = {"view": "json", "monitor": open_monitor, **options}
+        train(quickstart_with(*settings), out=path, **options)
     return load_run(path)

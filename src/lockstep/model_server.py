@@ -15,7 +15,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from lockstep.run.build import (
 from lockstep.run.preflight import ModelFiles, read_model_files
 from lockstep.run.served import Served, find_served, open_served
 from lockstep.run_config import CONFLICTS, ServeConfig
-from lockstep.store.run import RunDirectory, default_run_path
+from lockstep.store.run import RunDirectory, check_place, default_run_path
 from lockstep.tinker_config import client_key
 from lockstep.types import Group, Task, Trajectory
 
@@ -61,12 +61,22 @@ class SessionStore:
     """Writes finished sessions into a run directory, several as one part with a row of metrics.
     Sessions that cannot be written are kept and tried again."""
 
-    def __init__(self, run: RunDirectory) -> None:
-        self._run = run
+    def __init__(self, path: Path) -> None:
+        """Raises RunError if `open` could not make the directory."""
+        check_place(path)
+        self.path = path
+        self._run: RunDirectory | None = None
         self._waiting: list[Group] = []
         self._step = 0
         self.num_stored = 0
         self._storing = asyncio.Lock()
+
+    def open(self, config: Mapping[str, Any]) -> None:
+        self._run = RunDirectory.create(self.path, config)
+
+    def close(self) -> None:
+        with self._run or contextlib.nullcontext():
+            self.write()
 
     def add(self, session: GatewaySession) -> None:
         """Takes in a finished session, unless it asked for no turn."""
@@ -90,7 +100,7 @@ class SessionStore:
 
     def write(self) -> None:
         """Raises RunError if the disk does not take them."""
-        if not self._waiting:
+        if not self._waiting or self._run is None:
             return
         groups = list(self._waiting)
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -117,7 +127,6 @@ class ModelServer:
     """OpenAI's and Anthropic's APIs."""
     store: SessionStore | None = None
     """Stores what the agents did."""
-    agents_out: Path | None = None
     tinker_out: Path | None = None
 
     def __init__(
@@ -149,6 +158,8 @@ class ModelServer:
                 await self._open_agents(stack)
             stack.push_async_callback(self.listener.close)
             await self.listener.start()
+            if self.store is not None:  # last: a start that was refused leaves no run
+                self.store.open(to_dict(self.config))
             yield self
 
     async def _open_tinker(self, stack: contextlib.AsyncExitStack) -> None:
@@ -179,15 +190,12 @@ class ModelServer:
         from lockstep.agent.gateway.registry import SessionRegistry
         from lockstep.agent.gateway.server import GatewayServer
 
-        served, config, store = self.served, self.config, None
-        out = self._out
+        served, config, out, store = self.served, self.config, self._out, None
         if out is not None and self.tinker_out is not None:
             out = default_run_path("agents", root=out / "runs")
-        self.agents_out = out
         if out is not None:
-            directory = RunDirectory.create(out, to_dict(config))
-            self.store = store = SessionStore(stack.enter_context(directory))
-            stack.callback(store.write)
+            self.store = store = SessionStore(out)
+            stack.callback(store.close)
         shared = next((b for b in self.bases.values() if b.config.model == config.model), None)
         if shared is None:
             model_files, engine = open_served(served, scratch=out, on_wait=self._note)
@@ -238,7 +246,7 @@ class ModelServer:
 
     def facts(self) -> dict[str, Any]:
         """How to reach the server, for programs."""
-        out = self.tinker_out or self.agents_out
+        out = self.tinker_out or (self.store and self.store.path)
         found: dict[str, Any] = {"url": self.url, "needs_key": bool(self.key)}
         found |= {"max_tokens": self.config.max_tokens, "out": None if out is None else str(out)}
         if self.agents is not None:
@@ -252,9 +260,7 @@ class ModelServer:
         from lockstep.agent.gateway.listener import ANY_ADDRESS
 
         url, key, host = self.url, self.key, self.config.gateway.host
-        names = dict.fromkeys(self.bases)
-        if self.agents is not None:
-            names = {self.agents.model: None} | names
+        names = dict.fromkeys([*([self.agents.model] if self.agents else []), *self.bases])
         lines = [f"{url} serves {', '.join(names)}; Ctrl-C ends it"]
         if key and key != os.environ.get("LOCKSTEP_KEY"):
             lines.append(f"  export LOCKSTEP_KEY={shlex.quote(key)}")
@@ -270,8 +276,8 @@ class ModelServer:
         if (own := ANY_ADDRESS.get(host)) is not None:
             lines.append(f"  on other machines, with the name of this one in place of {own}")
         lines.append(f"  a dialogue may have {self.config.max_tokens} tokens (max_tokens)")
-        if self.agents_out is not None:
-            lines.append(f"  finished sessions go to {self.agents_out}")
+        if self.store is not None:
+            lines.append(f"  finished sessions go to {self.store.path}")
         if self.tinker_out is not None:
             lines.append(f"  runs, checkpoints and the journal are in {self.tinker_out}")
         return lines

@@ -41,7 +41,7 @@ from lockstep.run.preflight import (
     read_model_files,
     write_renderer,
 )
-from lockstep.run.train import check_out, said_first
+from lockstep.run.train import check_out, continued, said_first
 from lockstep.run_config import SupervisedConfig
 from lockstep.store.checkpoints import POLICY
 from lockstep.store.run import Outcome, RunDirectory, Status, default_run_path, is_run, load_run
@@ -74,6 +74,7 @@ def train_supervised(
         config = overlaid(config, settings)
     out = Path(out) if out else default_run_path(config.name)
     check_out(out, resume=resume)
+    config = continued(config, out) if resume else config
     check_machine(config)
     with tempfile.TemporaryDirectory() as scratch:
         config = replace(config, dtype=config.compute_dtype)  # a run says which it was

@@ -312,8 +312,8 @@ class Message:
         except (TypeError, AttributeError) as error:
             raise DataError(f"message tool_calls must be ToolCalls: {error}.") from None
         object.__setattr__(self, "tool_calls", tuple(calls))
-        if self.tool_calls and self.role != "assistant":
-            raise DataError(f"a {self.role} message has tool_calls; only an assistant's can.")
+        if (self.tool_calls or self.thinking) and self.role != "assistant":
+            raise DataError(f"a {self.role} message has calls or thinking: an assistant's can.")
         if self.role == "tool" and not (self.name or self.tool_call_id):
             raise DataError("a tool message needs `name`: the function that answers.")
 
@@ -766,9 +766,7 @@ class Sample:
     def _check(self, name: str, column: npt.NDArray[Any] | Ragged) -> None:
         spec = COLUMNS.get(name)
         if spec is None:
-            raise AlignmentError(
-                f"sample {self.id}: unknown column {name!r}; known: {list(COLUMNS)}"
-            )
+            raise AlignmentError(f"sample {self.id}: unknown column {name!r}; known: {[*COLUMNS]}")
         is_ragged = isinstance(column, Ragged)
         shape = (len(self.token_ids), *spec.trailing_shape)
         found = (len(column),) if isinstance(column, Ragged) else column.shape

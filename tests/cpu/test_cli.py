@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 from command_line import lockstep, refusal
 from full_counts import PROOF
-from quickstarts import SHORT
+from quickstarts import SHORT, quickstart_with
 from run_rows import timed_rows, without_time
 
 from lockstep import train
@@ -427,6 +427,9 @@ def test_resuming_with_other_settings_points_to_from(run, capsys):
     assert "from=" in said and "trainer.lr: 0.001 -> 1.0" in said
     with pytest.raises(ConfigError, match=r"trainer\.lr: 0\.001 -> 1\.0"):
         train(run, resume=True, trainer={"lr": 1.0})
+    with pytest.raises(ConfigError, match=r"steps: 2 -> 3"):
+        train(quickstart_with(*SMALL, "steps=3"), out=run, resume=True)
+    assert lockstep("train", "quickstart", *SMALL, f"out={run}", "resume=true") == OK
     assert train(load_run(run), resume=True, view="json").status == "done"
 
 

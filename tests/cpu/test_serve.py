@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from command_line import refusal
 from quickstarts import quickstart_with
 
 from lockstep.cli import main
@@ -85,20 +87,29 @@ def test_sessions_that_the_disk_does_not_take_wait_and_are_tried_again(tmp_path:
         trajectory.record([3], logprobs=[-0.5], parent=prompt, prompt_ids=[1, 2])
         return SimpleNamespace(trajectory=trajectory)
 
-    with RunDirectory.create(tmp_path / "run", {"model": "m"}) as run:
-        store = SessionStore(run)
-        store.add(made("a"))
-        store.add(SimpleNamespace(trajectory=Trajectory(id="asked for nothing")))  # type: ignore
-        (tmp_path / "run" / "trajectories").rename(tmp_path / "elsewhere")
-        with pytest.raises(RunError, match="1 finished"):
-            store.write()
-        (tmp_path / "elsewhere").rename(tmp_path / "run" / "trajectories")
-        store.add(made("b"))
+    store = SessionStore(tmp_path / "run")
+    store.open({"model": "m"})
+    store.add(made("a"))
+    store.add(SimpleNamespace(trajectory=Trajectory(id="asked for nothing")))  # type: ignore
+    (tmp_path / "run" / "trajectories").rename(tmp_path / "elsewhere")
+    with pytest.raises(RunError, match="1 finished"):
         store.write()
-        store.write()
-        assert store.num_stored == 2
+    (tmp_path / "elsewhere").rename(tmp_path / "run" / "trajectories")
+    store.add(made("b"))
+    store.write()
+    store.write()
+    assert store.num_stored == 2
+    store.close()
     stored = [record.trajectory.id for record in load_run(tmp_path / "run").trajectories()]
     assert stored == ["a", "b"]
+
+
+def test_a_start_that_is_refused_leaves_no_run_behind(tmp_path: Path, capsys: Any):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for word in (f"gateway.port={port}", "max_tokens=9999"):
+            refusal("serve", "tiny-qwen3", word, "--out", tmp_path / "run", capsys=capsys)
+            assert not (tmp_path / "run").exists()
 
 
 def test_a_session_whose_end_was_answered_outlives_the_server(tmp_path: Path):

@@ -229,7 +229,11 @@ def test_a_model_may_draw_a_call_without_a_name_and_is_answered():
         ({"role": "tool", "content": "x"}, "`name`"),
         (
             {"role": "user", "tool_calls": [{"name": "f", "arguments": "{}"}]},
-            "only an assistant's can",
+            "calls or thinking: an assistant's can",
+        ),
+        (
+            {"role": "user", "content": "?", "reasoning": "Hm."},
+            "calls or thinking: an assistant's can",
         ),
     ],
 )

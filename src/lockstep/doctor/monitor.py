@@ -131,12 +131,12 @@ def train(
         config = custom_config(**settings)
     elif not isinstance(config, Config):
         config = find_config(config, settings)
-        config = continued(config, out) if resume and out else config
     elif settings:
         raise ConfigError(
             f"train(config) takes no {next(iter(settings))}=: change the config "
             "(dataclasses.replace), or give model=, reward= and tasks= in its place."
         )
+    config = continued(config, out) if resume and out else config
     return train_without_monitor(
         config, out=out, resume=resume, start=start, view=view, monitor=open_monitor
     )

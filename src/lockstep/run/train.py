@@ -83,6 +83,7 @@ def train_side_by_side(
     check_side_by_side(list(configs.values()))
     for path in configs:
         check_out(path, resume=resume)
+    configs = {path: continued(c, path) if resume else c for path, c in configs.items()}
     model_files = [_begin(config, path, view, name=config.name) for path, config in configs.items()]
     from lockstep.run.steps import train_over_base  # imports torch
 
@@ -116,16 +117,19 @@ def check_out(out: str | Path | None, *, resume: bool) -> None:
 
 
 def continued(config: T, run: str | Path) -> T:
-    """`config`, with which `run` goes on. Raises ConfigError if its settings differ from the run's
-    first ones."""
+    """The config that `run` goes on with. A setting that `config` leaves open has the run's value.
+    Raises ConfigError if other settings differ from the run's first ones."""
     stored, asked = load_run(run).config, to_dict(config)
+    for name, unset in (("dtype", "auto"), ("renderer", None)):
+        asked[name] = stored.get(name) if asked[name] == unset else asked[name]
     # A run continues with any number of processes, anywhere: its numbers stay the same.
     stored |= {name: asked[name] for name in ("parallel", "placement") if name in asked}
     if changed := differences(stored, asked):
         listed = ", ".join(f"{k}: {a} -> {b}" for k, (a, b) in changed.items())
+        way = "from" if isinstance(config, Config) else "model"
         raise ConfigError(
             f"resume=true continues {run} as it was, and these settings differ: {listed}. To go "
-            f"on with other settings start a new run from its checkpoint: from={run}@STEP."
+            f"on with other settings start a new run from its checkpoint: {way}={run}@STEP."
         )
     return from_dict(type(config), stored)
 

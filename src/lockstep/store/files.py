@@ -157,9 +157,7 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
                 line = file.readline(left + 1)
                 left -= len(line)
                 if left < 0:
-                    raise DataError(
-                        f"{path}:{number}: it expands to over {max_bytes(path):,} bytes."
-                    )
+                    raise DataError(f"{path}:{number}: expands to over {max_bytes(path):,} bytes.")
                 if not line:
                     return
                 yield number, line

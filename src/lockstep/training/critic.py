@@ -162,9 +162,7 @@ class Critic(Learner):
 
     def _check_saved(self, directory: Path) -> None:
         if not (directory / MODEL).is_dir():
-            raise CheckpointError(
-                f"{directory.parent} has no critic: it was not written with advantage=gae."
-            )
+            raise CheckpointError(f"{directory.parent} has no critic, which advantage=gae writes.")
         check_same_shapes(directory / MODEL, self.model.config)
 
     def _load_model(self, directory: Path) -> None:

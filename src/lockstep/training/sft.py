@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from lockstep.dialogues import BESIDE, COLUMNS, Dialogue, read_dialogue, read_we
 from lockstep.errors import ConfigError, DataError, LockstepError, located
 from lockstep.objectives.losses import supervised_loss
 from lockstep.renderers.base import Renderer, dialogue_pieces
+from lockstep.renderers.jinja.marks import Marks
+from lockstep.renderers.pieces import encode_pieces
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.store.run import Run, is_run, load_run
 from lockstep.store.tables import data_files, read_rows
@@ -157,12 +159,31 @@ def sft_row(
     with located(example.where, DataError):
         for piece_ids, at in dialogue_pieces(renderer, example.messages, example.tools):
             ids += piece_ids
+            if at is not None and example.weights[at]:
+                _check_spelling(renderer, example.messages[at].content, f"message {at}")
             if at is None:
                 weights.append(np.full(len(piece_ids), observed_weight, np.float32))
             else:
                 of_words = token_weights(renderer.tokenizer, piece_ids, word_weights or {})
                 weights.append(of_words * np.float32(example.weights[at]))
     return _make_sample(example.where, ids, np.concatenate(weights))
+
+
+def _check_spelling(renderer: Renderer, content: str, where: str) -> None:
+    """Raises DataError for a content that has thinking or calls between control tokens: as text,
+    it would be trained letter by letter."""
+    pieces = _marks_of(renderer.tokenizer).pieces(content, "")
+    # One piece is text alone.
+    read = renderer.parse(encode_pieces(renderer.tokenizer, pieces)) if len(pieces) > 1 else None
+    if read is not None and (read.thinking or read.tool_calls):
+        part = "thinking" if read.thinking else "calls"
+        raise DataError(
+            f"{where}: content spells {part} in control tokens, and text never becomes a control "
+            "token. Move it to `thinking` or `tool_calls`, or set the message's `weight` to 0."
+        )
+
+
+_marks_of = lru_cache(maxsize=1)(Marks)
 
 
 def soft_record(sample: Sample) -> dict[str, Any]:
@@ -322,9 +343,7 @@ def _add_soft_targets(sample: Sample, listed: Any, logprobs: Any) -> None:
         if not isinstance(values, list) or len(values) != size:
             raise DataError(f"{name} must be a list with one entry per token of token_ids.")
         if missing := [i for i in trained if not isinstance(values[i], list) or not values[i]]:
-            raise DataError(
-                f"{name}[{missing[0]}] must be a list of numbers: the token is trained."
-            )
+            raise DataError(f"{name}[{missing[0]}] must list numbers: the token is trained.")
     num_listed = len(listed[trained[0]])
     ids = np.zeros((size, num_listed), np.int32)
     values = np.full((size, num_listed), np.nan, np.float32)

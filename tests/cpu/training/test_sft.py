@@ -261,6 +261,10 @@ def test_a_teacher_s_own_rows_are_no_loss_and_another_s_are_learned(tmp_path):
             {"token_ids": [1, 2], "loss_mask": [0, 1], "weights": [0, -1]},
             r"weights\[1\].*\b0\b.*-1",
         ),
+        (
+            {"token_ids": [1, 2], "loss_mask": [0, 1], "weights": [0, 10**400]},
+            r"weights\[1\]: expected a number of 0 to 1e30, found 10000",
+        ),
         ({"messages": "hi"}, "messages is text that is not JSON"),
         ({"messages": []}, "assistant's.*none"),
         ({"messages": DIALOGUE[:2]}, "assistant's.*user's"),
@@ -292,6 +296,24 @@ def test_what_a_renderer_cannot_write_is_named_by_its_line(tmp_path):
         sft_row(example, renderers()[1])
     with pytest.raises(ConfigError, match="a renderer is needed"):
         sft_row(example, None)
+
+
+@pytest.mark.parametrize("renderer", renderers(), ids=lambda r: type(r).__name__)
+def test_a_reply_that_spells_control_tokens_is_not_trained_letter_by_letter(tmp_path, renderer):
+    def row_of(content, **more):
+        said = {"role": "assistant", "content": content, **more}
+        last = [{"role": "user", "content": "So?"}, {"role": "assistant", "content": "4"}]
+        messages = [{"role": "user", "content": "?"}, said, *last]
+        return sft_row(*load_examples(write(tmp_path, {"messages": messages})), renderer)
+
+    thought = Message(role="assistant", content="4", thinking="Add.")
+    called = Message(role="assistant", tool_calls=(ToolCall(name="f", arguments="{}"),))
+    for reply, part in ((thought, "thinking"), (called, "calls")):
+        spelled = renderer.tokenizer.decode(renderer.render_reply(reply))
+        with pytest.raises(DataError, match=f":1: message 1: content spells {part} in control"):
+            row_of(spelled)
+        assert row_of(spelled, weight=0).num_trained < row_of("4").num_trained
+    assert row_of("A turn ends with <|im_end|>.").num_trained > row_of("4").num_trained
 
 
 def ids_example_rows(tmp_path, lengths, **config):

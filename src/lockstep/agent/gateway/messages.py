@@ -39,6 +39,7 @@ def read(body: Mapping[str, Any], dialogues: Dialogues, *, is_counted: bool = Fa
     asked = Value(body)
     found = asked.check_fields("others", "messages")
     found += asked["output_config"].check_fields("messages_output")
+    found += asked["tool_choice"].check_fields("messages_choice")
     if body.get("max_tokens") is None and not is_counted:
         raise asked["max_tokens"].refusal("is missing: it is required.")
     transcript = BodyTranscript()
@@ -158,22 +159,17 @@ def events(answered: Answered) -> Iterator[bytes]:
     begun = {**body, **dict.fromkeys(ending), "content": [], "usage": usage}
     yield _event("message_start", message=begun)
     for at, block in enumerate(body["content"]):
-        match block["type"]:
-            case "text":
-                opened, deltas = {"text": ""}, [("text_delta", "text", block["text"])]
-            case "thinking":
-                opened = {"thinking": "", "signature": ""}
-                deltas = [
-                    ("thinking_delta", "thinking", block["thinking"]),
-                    ("signature_delta", "signature", block["signature"]),
-                ]
-            case _:
-                opened = {"input": {}}
-                given = json.dumps(block["input"], ensure_ascii=False)
-                deltas = [("input_json_delta", "partial_json", given)]
+        texts = {
+            key: (key, block[key]) for key in ("text", "thinking", "signature") if key in block
+        }
+        opened: dict[str, Any] = dict.fromkeys(texts, "")
+        if block["type"] == "tool_use":
+            opened = {"input": {}}
+            texts = {"input_json": ("partial_json", json.dumps(block["input"], ensure_ascii=False))}
         yield _event("content_block_start", index=at, content_block={**block, **opened})
-        for kind, key, text in deltas:
-            yield _event("content_block_delta", index=at, delta={"type": kind, key: text})
+        for kind, (key, text) in texts.items():
+            delta = {"type": f"{kind}_delta", key: text}
+            yield _event("content_block_delta", index=at, delta=delta)
         yield _event("content_block_stop", index=at)
     yield _event("message_delta", delta=ending, usage=body["usage"], **answered.extension())
     yield _event("message_stop")

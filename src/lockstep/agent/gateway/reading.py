@@ -222,7 +222,7 @@ class Value:
 
     def content(self, *kinds: str) -> str:
         """Text, or a list of parts that are text, joined by newlines. kinds: types of the parts."""
-        if not isinstance(self.raw, str):
+        if isinstance(self.raw, list):
             self.entries()  # not too many
         try:
             return text_of(self.raw, self.where, kinds)

@@ -136,6 +136,7 @@ class GatewayServer:
                 web.post(f"{prefix}/messages", partial(self._answer, messages)),
                 web.post(f"{prefix}/messages/count_tokens", self._count_tokens),
                 web.get(f"{prefix}/models", self._models),
+                web.get(f"{prefix}/models/{{model:.+}}", self._models),
             ]
         return routes
 
@@ -174,13 +175,12 @@ class GatewayServer:
 
     async def _value(self, request: web.Request, *fields: str) -> Value:
         """The body of a request about a session; an empty object without one. fields: all that it
-        may have, where others are refused."""
+        may have."""
         raw = b""
         if request.can_read_body:
             raw = await self._listener.read(request, content_type="application/json")
         body = Value(await parsed(raw or b"{}"))
-        if fields:
-            body.check_known(*fields, is_strict=True)
+        body.check_known(*fields, is_strict=True)
         return body
 
     # -- the session of a request -----------------------------------------------------------------
@@ -238,12 +238,15 @@ class GatewayServer:
         if session.is_finished:  # the shared one may have ended meanwhile
             session = self._session(request)
         asked = await in_thread(raw, lambda: read(parse_body(raw), session.dialogues))
+        self._check_model(asked.model)
+        return session, raw, asked
+
+    def _check_model(self, name: str) -> None:
         names = (self.model, *self.config.names)
-        if asked.model not in names and "*" not in names:
-            text = f"the model {asked.model[:80]!r} is not served here; expected {self.model!r}. "
+        if name not in names and "*" not in names:
+            text = f"the model {name[:80]!r} is not served here; expected {self.model!r}. "
             text += "Let other names in with gateway.names."
             raise Refusal(404, "unknown_model", text, parameter="model")
-        return session, raw, asked
 
     async def _answer(self, dialect: ModuleType, request: web.Request) -> web.StreamResponse:
         session, raw, asked = await self._asked(request, dialect.read)
@@ -302,7 +305,13 @@ class GatewayServer:
         turns = [asked.turn]
         if asked.num_choices > 1:
             turns = [_choice(asked.turn, at) for at in range(asked.num_choices)]
-        replies = await asyncio.gather(*map(session.reply, turns))
+        ended = await asyncio.gather(*map(session.reply, turns), return_exceptions=True)
+        replies = [reply for reply in ended if isinstance(reply, TurnReply)]
+        if errors := [error for error in ended if isinstance(error, BaseException)]:
+            for turn, reply in zip(turns, ended, strict=True):
+                if isinstance(reply, TurnReply):
+                    session.lost(reply.leaf, key=turn.key)
+            raise errors[0]
         for reply in replies:
             if not reply.is_repeated:
                 self.counts["encoded_tokens"] += len(reply.prompt_ids) - reply.num_reused_tokens
@@ -346,10 +355,14 @@ class GatewayServer:
         return _json({"input_tokens": await session.count_tokens(asked.turn)})
 
     async def _models(self, request: web.Request) -> web.Response:
+        """All names, or the one of the path."""
         self._key_owner(request)
         names = dict.fromkeys([self.model, *(name for name in self.config.names if name != "*")])
         about = {"object": "model", "type": "model", "owned_by": "lockstep", "created": 0}
         about["created_at"] = "1970-01-01T00:00:00Z"
+        if name := request.match_info.get("model"):
+            self._check_model(name)
+            return _json({"id": name, "display_name": name, **about})
         listed = [{"id": name, "display_name": name, **about} for name in names]
         ends = {"first_id": self.model, "last_id": [*names][-1], "has_more": False}
         return _json({"object": "list", "data": listed, **ends})

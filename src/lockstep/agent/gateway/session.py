@@ -203,9 +203,11 @@ class GatewaySession:
         self._rewards[leaf] = number
         self.trajectory.reward_parts.update(numbers)
 
-    def lost(self, leaf: int) -> None:
-        """Records that the client was gone before it received the turn that ends with `leaf`. A
-        turn that no client received is not rewarded, unless a request continues from it."""
+    def lost(self, leaf: int, *, key: str = "") -> None:
+        """Records that the client did not receive the turn that ends with `leaf`. A turn that no
+        client received is not rewarded, unless a request continues from it. key: of a request that
+        is answered anew if it comes again."""
+        self._by_key.pop(key, None)
         for answer in self._tree.answers:
             if answer.segment == leaf:
                 answer.num_receivers -= 1
@@ -274,6 +276,7 @@ class GatewaySession:
         self._drafts.insert(drafted)
         if place.why is None:
             place.why = drafted.reason
+        replaced = [*place.all_answers()] if drafted.reason == "retry" else []
         # Not by time: concurrent requests do not change each other's draws.
         digest = hashlib.blake2b(prompt_ids.data, digest_size=6).hexdigest()
         self._asked[digest] += 1
@@ -308,6 +311,8 @@ class GatewaySession:
             place.num_running -= 1
         self._cut = self._budget_that_cut(turn, len(prompt_ids), request)
         num_reused_tokens = len(prompt_ids) - drafted.counts["tokens/encoded"]
+        for before in replaced:
+            before.is_retried = True
         return self._add(turn, drafted, num_reused_tokens=num_reused_tokens)
 
     def _budget_that_cut(self, turn: Turn, num_prompt_ids: int, request: TurnRequest) -> str:
@@ -331,17 +336,14 @@ class GatewaySession:
 
     def _add(self, turn: Turn, drafted: Draft, *, num_reused_tokens: int) -> Answer:
         """Adds a turn that was just recorded to the tree, and counts it."""
-        place, reason = drafted.place, drafted.reason
+        reason = drafted.reason
         answer = Answer(
-            place,
+            drafted.place,
             client_message(turn.message, leaf=turn.leaf, stop=turn.stop),
             turn.leaf,
             reason=reason,
             num_reused_tokens=num_reused_tokens,
         )
-        if reason == "retry":
-            for before in place.all_answers():
-                before.is_retried = True
         self._tree.add(answer)
         self._exhausted = ""
         count(self.trajectory, "gateway/reused_tokens", num_reused_tokens)

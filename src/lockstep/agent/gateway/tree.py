@@ -136,7 +136,10 @@ class History:
         calls: list[str] = []
         replies: list[Message] = []
         batches: list[list[Message]] = [[]]
-        keys: list[list[Any]] = [[_tools_key(request.tools)]]
+        tools = [
+            (t.name, t.description, json.dumps(t.parameters, sort_keys=True)) for t in request.tools
+        ]
+        keys: list[list[Any]] = [[tuple(tools)]]
         for message in request.messages:
             if message.role == "assistant":
                 replies.append(tree.unmerged(message))
@@ -192,6 +195,11 @@ class Tree:
         self._roots: dict[Key, Input] = {}
         self._root_sizes: set[int] = set()
         """Batches of their prompts: an agent may begin with a history."""
+        self._openings: set[Key] = set()
+        """Instructions of the roots, and their first questions: see `_opening`."""
+        self._quotable: list[str] = []
+        self._longest = 0
+        """Messages of the longest dialogue."""
         self._by_reply: dict[Key, Answer] = {}
         self._merged: dict[Key, Answer] = {}
         """Key of a reply with the thinking in its content -> the turn."""
@@ -220,11 +228,15 @@ class Tree:
     def insert_root(self, place: Input) -> None:
         self._roots[place.key] = place
         self._root_sizes.add((len(place.key) + 1) // 2)  # replies are between the batches
+        self._openings.update(_opening(place.key[0]))
 
     def add(self, answer: Answer) -> None:
         """Adds a turn that was just recorded."""
         answer.place.add(answer)
         self.answers.append(answer)
+        self._longest = max(self._longest, answer.place.num_messages + 1)
+        if len(text := answer.message.content.strip()) >= MIN_QUOTED_CHARS:
+            self._quotable.append(text)
         self._by_reply[reply_key(answer.message)] = answer
 
     def known(self, reply: Message) -> Answer | None:
@@ -268,24 +280,18 @@ class Tree:
     def _reason_of_root(self, dialogue: History) -> Reason:
         if not any(place.is_used for place in self._roots.values()):
             return ""
-        leading = _system_key(dialogue.batch_keys[0])
-        if all(_system_key(key[0]) != leading for key in self._roots):
+        told, asked = _opening(dialogue.batch_keys[0])
+        if told not in self._openings:
             return "sub_agent"
         if self._quotes(dialogue.batches[0]):
             return "compaction"
-        is_told_on = len(dialogue.replies) > 0 or self._shares_question(dialogue)
+        is_told_on = len(dialogue.replies) > 0 or (asked and asked in self._openings)
         return self._rewritten(dialogue, Found()) if is_told_on else "new_dialogue"
-
-    def _shares_question(self, dialogue: History) -> bool:
-        """True if another root has the same first message after its instructions."""
-        own = _questions(dialogue.batch_keys[0])[:1]
-        return bool(own) and any(_questions(key[0])[:1] == own for key in self._roots)
 
     def _rewritten(self, dialogue: History, found: Found) -> Reason:
         """Classifies a rewritten history: fewer messages than before, some of them kept or summed
         up, are a compaction; anything else was edited."""
-        before = max((a.place.num_messages + 1 for a in self.answers), default=0)
-        is_shorter = dialogue.num_messages(len(dialogue.batches)) <= before
+        is_shorter = dialogue.num_messages(len(dialogue.batches)) <= self._longest
         is_kept = any(self.known(reply) for reply in dialogue.replies[found.num_replies :])
         new = dialogue.batches[found.num_batches :]
         is_summed_up = any(map(self._quotes, new)) or (found.place is None and len(new[0]) > 2)
@@ -293,9 +299,7 @@ class Tree:
 
     def _quotes(self, batch: Sequence[Message]) -> bool:
         """True if the batch contains the text of a turn, as a summary by the model does."""
-        turns = [answer.message.content.strip() for answer in self.answers]
-        quotable = [text for text in turns if len(text) >= MIN_QUOTED_CHARS]
-        return any(text in message.content for text in quotable for message in batch)
+        return any(text in message.content for text in self._quotable for message in batch)
 
 
 def altered_from(place: Input, reply: Message) -> tuple[Answer, Reason] | None:
@@ -355,10 +359,10 @@ def _is_merged(reply: Message, turn: Message) -> bool:
 
 def _reason_at(place: Input) -> Reason:
     """Why a place that is there already is asked at once more."""
-    if place.answers:
-        return "retry" if not place.num_running else "concurrent"
     if place.num_running:
         return "concurrent"
+    if place.answers:
+        return "retry"
     return "edited_history" if place.why is None else place.why
 
 
@@ -388,17 +392,11 @@ def _read_canonical(arguments: str) -> str:
         return arguments
 
 
-def _tools_key(tools: Sequence[ToolSchema]) -> Key:
-    return tuple((t.name, t.description, json.dumps(t.parameters, sort_keys=True)) for t in tools)
-
-
-def _system_key(first_batch: Key) -> Key:
-    """The tools and the instructions."""
-    return tuple(k for k in first_batch if k is first_batch[0] or k[0] in ("system", "developer"))
-
-
-def _questions(first_batch: Key) -> list[Key]:
-    return [key for key in first_batch[1:] if key[0] not in ("system", "developer")]
+def _opening(first_batch: Key) -> tuple[Key, Key]:
+    """(the tools and the instructions, the first message behind them; empty without one)."""
+    rest = [key for key in first_batch[1:] if key[0] not in ("system", "developer")]
+    told = [key for key in first_batch[1:] if key[0] in ("system", "developer")]
+    return (first_batch[0], *told), rest[0] if rest else ()
 
 
 def _same_answers(place: Input, dialogue: History, at: int) -> list[Answer]:

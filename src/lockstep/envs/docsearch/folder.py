@@ -132,9 +132,7 @@ def read_documents(folder: str | Path) -> dict[str, str]:
         if text.strip():
             texts[name] = text.replace("\r\n", "\n")
     if not texts:
-        raise DataError(
-            f"{root}: holds no document: expected {', '.join(SUFFIXES)} files with text."
-        )
+        raise DataError(f"{root}: holds no document: expected {', '.join(SUFFIXES)} with text.")
     return texts
 
 

@@ -43,9 +43,7 @@ def words_of(command: str) -> tuple[str, ...]:
     except ValueError as error:
         raise ConfigError(f"task.command={command!r} cannot be read: {error}.") from None
     if not words:
-        raise ConfigError(
-            'task.command is empty: give the program, task.command="python my_agent.py".'
-        )
+        raise ConfigError('task.command is empty; expected task.command="python my_agent.py".')
     if words[0] == "python":
         words[0] = sys.executable
     if shutil.which(words[0]) is None:

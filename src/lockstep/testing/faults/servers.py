@@ -35,9 +35,7 @@ class _EngineFault(FaultConfig):
     def check(self, config: Config, model: ModelConfig, renderer: Renderer) -> None:
         num = len(config.engine.replica_configs())
         if self.replica >= num:
-            raise ConfigError(
-                f"replica={self.replica}: the engine has {num} of them, counted from 0."
-            )
+            raise ConfigError(f"replica={self.replica}: the engine has {num}, counted from 0.")
 
     def make_engine(self, config: EngineConfig, context: EngineContext) -> Engine:
         from lockstep.engines.registry import open_engine

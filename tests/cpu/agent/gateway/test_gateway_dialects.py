@@ -185,6 +185,7 @@ REFUSED = {
     "no-messages": (chat, {"messages": []}, "messages"),
     "message-type": (chat, {"messages": ["hi"]}, "messages[0]"),
     "role": (chat, {"messages": [{"role": "critic", "content": ""}]}, "messages[0].role"),
+    "user-thinks": (chat, {"messages": [USER | {"reasoning": "Hm."}]}, "messages[0]"),
     "temperature-type": (chat, {"temperature": "hot"}, "temperature"),
     "temperature-tiny": (chat, {"temperature": 1e-40}, "temperature"),
     "temperature-infinite": (chat, {"temperature": float("inf")}, "temperature"),
@@ -194,6 +195,7 @@ REFUSED = {
     "tool-name": (chat, {"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name"),
     "tool-kind": (chat, {"tools": [{"type": "custom"}]}, "tools[0].type"),
     "any-tool": (messages, {"tool_choice": {"type": "any"}}, "tool_choice"),
+    "choice-field": (messages, {"tool_choice": {"type": "auto", "strict": True}}, "tool_choice."),
     "no-limit": (messages, {"max_tokens": None}, "max_tokens"),
     "document": (
         messages,
@@ -289,6 +291,9 @@ def test_what_is_harmless_or_asks_for_what_happens_anyway_is_accepted():
         )
     )  # fmt: skip
     read_messages(messages_body(metadata={"user_id": "u"}, thinking={"type": "adaptive"}))
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    (ignored,) = messages.read(messages_body(tool_choice=choice), {}).turn.ignored
+    assert ignored == "tool_choice.disable_parallel_tool_use"
     read_responses({"model": MODEL, "input": "x", "truncation": "disabled", "background": False})
 
 

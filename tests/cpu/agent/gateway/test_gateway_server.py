@@ -2,6 +2,7 @@
 
 import asyncio
 import http.client
+import itertools
 import json
 import socket
 import time
@@ -37,8 +38,13 @@ class _FewConnections(GatewayConfig):
     max_connections = 20
 
 
+TURNS = itertools.count()
+
+
 def script(prompt: str) -> Message:
     if "engine down" in prompt:
+        raise EngineDownError("connection refused")
+    if "down at the second turn" in prompt and next(TURNS) == 1:
         raise EngineDownError("connection refused")
     if "broken" in prompt:
         raise ZeroDivisionError
@@ -329,6 +335,18 @@ def test_the_turn_of_a_client_that_leaves_is_there_for_its_retry(gateway: Gatewa
     assert session.trajectory.metrics["gateway/abandoned_turns"] == 1
 
 
+def test_a_choice_that_fails_takes_the_others_with_it_until_a_retry(gateway: Gateway):
+    _, made = gateway.ask("POST", "/sessions")
+    session, path = gateway.sessions.get(made["id"]), f"/s/{made['id']}{CHAT}"
+    body = asking("down at the second turn") | {"n": 2}
+    for attempt, expected, num_rewarded in ((0, 503, 0), (1, 200, 2)):
+        headers = {"x-stainless-retry-count": str(attempt)}
+        assert gateway.ask("POST", path, body, **headers)[0] == expected
+        gateway.ask("POST", f"/sessions/{made['id']}/reward", {"reward": 1.0})
+        assert len(session.rewards) == num_rewarded
+    assert session.trajectory.num_turns == 3  # the one that nobody received is left out
+
+
 def test_concurrent_requests_are_answered_side_by_side(gateway: Gateway):
     _, made = gateway.ask("POST", "/sessions")
     gateway.engine.delay = 1.0
@@ -366,6 +384,8 @@ def test_models_are_listed_and_other_names_let_in_by_setting():
     with Gateway(script, config=GatewayConfig(names=("gpt-9",))) as gateway:
         _, found = gateway.ask("GET", "/v1/models")
         assert [entry["id"] for entry in found["data"]] == [MODEL, "gpt-9"]
+        assert gateway.ask("GET", "/v1/models/gpt-9") == (200, found["data"][1])
+        assert gateway.ask("GET", "/v1/models/other")[0] == 404
         assert gateway.ask("POST", CHAT, {**BODY, "model": "other"})[0] == 404
         assert gateway.ask("POST", CHAT, {**BODY, "model": "gpt-9"})[0] == 200
     with Gateway(script, config=GatewayConfig(names=("*",))) as gateway:

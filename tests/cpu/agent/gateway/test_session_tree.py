@@ -76,6 +76,26 @@ def test_a_retry_is_a_sibling_and_what_it_replaced_is_not_rewarded():
     assert len(trajectory.leaves()) == 2
 
 
+def test_the_siblings_of_a_retry_are_rewarded_whichever_is_done_first():
+    drawn = iter([0.0, 0.05, 0.0])
+
+    class Uneven(FakeEngine):
+        async def generate(self, request):
+            await asyncio.sleep(next(drawn))
+            async for delta in super().generate(request):
+                yield delta
+
+    async def script(agent):
+        await agent.ask(user("a"))
+        same = TurnRequest(messages=(user("a"),))
+        both = await asyncio.gather(agent.session.reply(same), agent.session.reply(same))
+        assert [reply.reason for reply in both] == ["retry", "concurrent"]
+        assert both[1].leaf < both[0].leaf
+        assert set(agent.session.rewarded_ends()) == {reply.leaf for reply in both}
+
+    play(Uneven(turns(said("no"), said("yes"), said("so"))), script)
+
+
 def test_an_edited_message_is_a_branch_at_the_turn_before_it_and_both_ends_are_rewarded():
     async def script(agent):
         await agent.ask(user("a"))
