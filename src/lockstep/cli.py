@@ -585,7 +585,9 @@ def _continued(config: T, own: Mapping[str, str], path: Path | None) -> tuple[T,
 
     where = own.get("out") or (str(path.parent) if path else "")
     if not where:
-        raise ConfigError("resume=true needs the run: train RUN resume=true, or out=RUN.")
+        raise ConfigError(
+            "resume=true needs the run: lockstep train RUN resume=true, or out=RUN with the recipe."
+        )
     return continued(config, where), Path(where)
 
 

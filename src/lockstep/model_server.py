@@ -260,7 +260,9 @@ class ModelServer:
         from lockstep.agent.gateway.listener import ANY_ADDRESS
 
         url, key, host = self.url, self.key, self.config.gateway.host
-        names = dict.fromkeys([*([self.agents.model] if self.agents else []), *self.bases])
+        names = list(self.bases)
+        if self.agents is not None and self.agents.model not in names:
+            names.insert(0, self.agents.model)
         lines = [f"{url} serves {', '.join(names)}; Ctrl-C ends it"]
         if key and key != os.environ.get("LOCKSTEP_KEY"):
             lines.append(f"  export LOCKSTEP_KEY={shlex.quote(key)}")

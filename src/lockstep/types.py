@@ -313,7 +313,8 @@ class Message:
             raise DataError(f"message tool_calls must be ToolCalls: {error}.") from None
         object.__setattr__(self, "tool_calls", tuple(calls))
         if (self.tool_calls or self.thinking) and self.role != "assistant":
-            raise DataError(f"a {self.role} message has calls or thinking: an assistant's can.")
+            found = "tool_calls" if self.tool_calls else "thinking"
+            raise DataError(f"a {self.role} message has {found}; only an assistant's can.")
         if self.role == "tool" and not (self.name or self.tool_call_id):
             raise DataError("a tool message needs `name`: the function that answers.")
 

@@ -353,7 +353,7 @@ class VllmConfig(ServedConfig):
     @property
     def quantization(self) -> str:
         """The arguments that make vLLM quantise its weights; empty without."""
-        return " ".join(value for value in self.args if value.startswith("--quantization"))
+        return " ".join(x for x in self.args if x.startswith(("--quantization", "-q")))
 
     def _check_attached(self) -> None:
         applies = {"decoder", *(entry.name for entry in fields(ServedConfig))} - {"deterministic"}

@@ -132,7 +132,9 @@ class TokenBatch:
     def column(self, name: str) -> Tensor:
         """Raises AlignmentError if the samples do not have it."""
         if name not in self.columns:
-            raise AlignmentError(f"the loss needs {name!r}, found {sorted(self.columns)}.")
+            raise AlignmentError(
+                f"the loss needs the column {name!r}; the samples have {sorted(self.columns)}."
+            )
         return self.columns[name]
 
 

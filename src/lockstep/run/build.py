@@ -507,7 +507,9 @@ def export_checkpoint(run: Run, source: Path, directory: Path, *, is_merged: boo
     if directory.exists() and any(directory.iterdir()):
         raise ConfigError(f"{directory} exists and is not empty; --hf names a new directory.")
     if is_merged and not (source / peft_format.CONFIG).is_file():
-        raise ConfigError(f"{run.path}: there is no adapter to merge. Leave --merged out.")
+        raise ConfigError(
+            f"{run.path} trained the whole model: there is no adapter to merge. Leave --merged out."
+        )
     if is_merged:
         merge_adapter(source, locate_model(run.config["model"]), directory)
     else:

@@ -171,7 +171,7 @@ def verify(checkpoint: Path, *, digests: bool = True) -> Manifest:
         files = [(name, size, digest) for name, (size, digest) in manifest.files.items()]
     except FileNotFoundError:
         raise CheckpointError(
-            f"{checkpoint} has no {MANIFEST}: not a checkpoint, or unfinished."
+            f"{checkpoint} has no {MANIFEST}: not a checkpoint, or never finished."
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error!r}). A torn copy?") from error

@@ -162,7 +162,9 @@ class TokenJudge:
 def measure_batch(batch: PackedBatch, logprobs: Tensor, version: int) -> MismatchReport:
     """The mismatch between `rollout_logprobs` and [N] log-probs of the trainer."""
     if "rollout_logprobs" not in batch.host_columns:
-        raise AlignmentError("no rollout_logprobs in the samples: nothing to compare with.")
+        raise AlignmentError(
+            "the samples have no rollout_logprobs: there is nothing to compare the trainer with."
+        )
     rollout = batch.host_columns["rollout_logprobs"]
     return _weigh(batch, logprobs, rollout, Correction(), version).report
 
