@@ -4,6 +4,7 @@ special tokens included, and the same prompts by the chat template."""
 import json
 
 import pytest
+import tiny_models  # noqa: F401  its recipes register themselves
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
