@@ -26,7 +26,7 @@ CEILINGS = {
     "run": 4_769,
     "renderers": 3_205,
     "models and ops": 8_456,
-    "engines, sync, launch": 8_908,
+    "engines, sync, launch": 8_910,
     "agent": 6_589,
     "learn: training, correction, objectives": 5_058,
     "doctor": 7_305,

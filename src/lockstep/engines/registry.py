@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import asyncio
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import singledispatch
@@ -66,8 +67,7 @@ def open_engine(
     errors = [error for future in made if (error := future.exception()) is not None]
     engines = [future.result() for future in made if future.exception() is None]
     if errors:
-        for engine in engines:
-            run_to_end(engine.close())
+        run_to_end(_close_all(engines))
         raise errors[0]
     wrapped = [wrap(engine, at) for at, engine in enumerate(engines)]
     has_directories = "directory" in engines[0].capabilities.weight_sources
@@ -78,6 +78,11 @@ def open_engine(
         started_from=str(context.directory) if has_directories else None,
         on_event=context.on_wait,
     )
+
+
+async def _close_all(engines: Iterable[Engine]) -> None:
+    """Closes all, whichever fails: why the start failed is told, not why one does not close."""
+    await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
 
 
 @singledispatch
