@@ -131,8 +131,9 @@ CAN = Capabilities(
 
 class OverHttp(VllmWire):
     def __init__(self, engine):
-        HttpWire.__init__(self, VllmConfig(), None, Server(engine))
+        HttpWire.__init__(self, VllmConfig(), SimpleNamespace(run="r"), Server(engine))
         self.server, self._why_not_in_place, self.capabilities = None, "", CAN
+        self.lease = None
 
 
 class InProcess(LocalWire):

@@ -12,6 +12,7 @@ from fake_sglang import FakeSGLang
 from lockstep.engines.config import PoolConfig, SGLangConfig
 from lockstep.engines.pool import Pool
 from lockstep.engines.registry import open_engine
+from lockstep.engines.served import ServedEngine
 from lockstep.errors import ServerUnreachableError
 
 QUICK = PoolConfig(frozen_seconds=1.0)
@@ -86,3 +87,18 @@ def test_a_server_that_is_not_up_is_named_and_the_others_are_left():
         config = SGLangConfig(urls=(server.url, "http://127.0.0.1:9"), start_seconds=0.5)
         with pytest.raises(ServerUnreachableError, match=r"127\.0\.0\.1:9"):
             open_engine(config, context(server.model))
+
+
+def test_why_a_pool_did_not_start_is_told_though_an_engine_fails_to_close(monkeypatch):
+    closed = []
+
+    async def close(engine):
+        closed.append(engine)
+        raise OSError("gone")
+
+    monkeypatch.setattr(ServedEngine, "close", close)
+    with FakeSGLang() as server, FakeSGLang() as other:
+        urls = (server.url, other.url, "http://127.0.0.1:9")
+        with pytest.raises(ServerUnreachableError, match=r"127\.0\.0\.1:9"):
+            open_engine(SGLangConfig(urls=urls, start_seconds=0.5), context(server.model))
+    assert len(closed) == 2
