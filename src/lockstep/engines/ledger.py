@@ -158,7 +158,7 @@ class LedgerEngine(Engine, Generic[E]):
                     at += 1
                     yield entry.deltas[at - 1]
                 if entry.error is not None:
-                    raise entry.error
+                    raise entry.error.with_traceback(None)
                 if entry.is_done:
                     return
                 waiter = asyncio.get_running_loop().create_future()

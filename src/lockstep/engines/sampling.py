@@ -148,21 +148,39 @@ class DrawTable:
         Returns (ids [T] int64, log-probs [T] float32, support). The support maps a row to the ids
         that it could draw, if its rule records them. pack: stores [V] bool as ids.
         """
-        device, support = logits.device, dict[int, Int32Array]()
+        device, numbers = logits.device, self.rule_of[rows]
         uniform = to_device(uniforms(self.streams[rows], positions), device)
+        if (numbers == numbers[0]).all():
+            return self._draw_alike(logits, uniform, rows, ops, pack)
         ids = torch.empty(len(logits), dtype=torch.int64, device=device)
         logprobs = torch.empty(len(logits), dtype=torch.float32, device=device)
-        numbers = self.rule_of[rows]
+        support = dict[int, Int32Array]()
         for number in np.unique(numbers):
-            rule, places = self.rules[number], np.flatnonzero(numbers == number)
-            own, filters = rows[places], dict[str, Tensor]()
-            at = slice(None) if len(own) == len(rows) else to_device(places, device)
-            if rule.is_filtered:
-                filters["top_p"] = to_device(self.top_p[own], device)
-                filters["top_k"] = to_device(self.top_k[own], device)
-            if rule.is_constrained:
-                filters["allowed"] = to_device(np.stack([self.allowed(row) for row in own]), device)
-            ids[at], logprobs[at], kept = sample(logits[at], uniform[at], rule, ops, **filters)
-            if kept is not None:
-                support |= zip(own.tolist(), map(pack, kept.cpu().numpy()), strict=True)
+            places = np.flatnonzero(numbers == number)
+            at = to_device(places, device)
+            ids[at], logprobs[at], own = self._draw_alike(
+                logits[at], uniform[at], rows[places], ops, pack
+            )
+            support |= own
         return ids, logprobs, support
+
+    def _draw_alike(
+        self,
+        logits: Tensor,
+        uniform: Tensor,
+        rows: npt.NDArray[np.int64],
+        ops: Ops,
+        pack: Callable[[npt.NDArray[np.bool_]], Int32Array],
+    ) -> tuple[Tensor, Tensor, dict[int, Int32Array]]:
+        """`draw` for rows of one rule."""
+        rule, device, filters = self.rules[self.rule_of[rows[0]]], logits.device, {}
+        if rule.is_filtered:
+            filters["top_p"] = to_device(self.top_p[rows], device)
+            filters["top_k"] = to_device(self.top_k[rows], device)
+        if rule.is_constrained:
+            filters["allowed"] = to_device(np.stack([self.allowed(row) for row in rows]), device)
+        ids, logprobs, kept = sample(logits, uniform, rule, ops, **filters)
+        if kept is None:
+            return ids, logprobs, {}
+        packed = map(pack, kept.cpu().numpy())
+        return ids, logprobs, dict(zip(rows.tolist(), packed, strict=True))

@@ -556,9 +556,10 @@ def _is_grouped(x: Tensor, weight: Tensor) -> bool:
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(`Ops.rms_norm`, 1 / rms(x) of each row)."""
-    wide = x.to(sum_dtype(x.dtype))
+    wide = x if x.dtype.itemsize >= 4 else x.float()
     factor = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (wide * factor).to(x.dtype).mul_(weight), factor
+    normed = wide * factor
+    return (normed if wide is x else normed.to(x.dtype)).mul_(weight), factor
 
 
 class RmsNorm(torch.autograd.Function):

@@ -117,6 +117,8 @@ class Chunks:
 def fed_positions(starts: Indices, lengths: Indices) -> tuple[Indices, Indices]:
     """([T] sequence, [T] position) of each token, where sequences feed `lengths` tokens from
     `starts` on, one after another."""
+    if (lengths == 1).all():
+        return np.arange(len(lengths)), starts
     sequence, first = np.repeat(np.arange(len(lengths)), lengths), np.cumsum(lengths) - lengths
     return sequence, np.arange(len(sequence)) + (starts - first)[sequence]
 

@@ -562,4 +562,5 @@ def _blocks(
 
 
 def _is_ordered(tokens: npt.NDArray[np.int64]) -> bool:
-    return bool((np.diff(tokens.reshape(-1)) == 1).all())
+    flat = tokens.reshape(-1)
+    return bool((flat[1:] == flat[:-1] + 1).all())

@@ -35,9 +35,10 @@ def has_bfloat16() -> bool:
 
 def can_pack(weight: Tensor) -> bool:
     """True if a sampler's products with this weight are to read it packed: one that lasts."""
+    if weight.numel() < PACKED_SIZE or not is_packable(weight.shape):
+        return False
     is_known = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and has_bfloat16())
-    is_here = weight.device.type == "cpu" and not weight.is_inference()
-    return is_known and is_here and is_packable(weight.shape)
+    return is_known and weight.device.type == "cpu" and not weight.is_inference()
 
 
 def packed_linear(x_MK: Tensor, packed: Tensor, bias_N: Tensor | None) -> Tensor:

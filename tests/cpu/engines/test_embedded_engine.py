@@ -1,6 +1,7 @@
 """The embedded engine: what is sampled, what is reused, what happens to requests in flight."""
 
 import asyncio
+from traceback import walk_tb
 
 import numpy as np
 import pytest
@@ -644,6 +645,20 @@ def test_a_request_whose_numbers_break_fails_alone_and_leaves_no_trace():
     after = ask(engine, *(request(f"n{i}", good, seed=i, stop_ids=(poison,)) for i in range(9)))
     assert all(np.isfinite(d.logprobs).all() for d in after)
     assert torch.isfinite(engine._cache.keys).all()
+
+
+def test_a_step_that_breaks_fails_all_requests_without_repeating_its_traceback():
+    model = make_model()
+    model.register_forward_pre_hook(lambda *_: 1 / 0)
+    engine = make_engine(model)
+
+    async def run():
+        asked = [deltas_of(engine, request(f"r{i}", prompt(4))) for i in range(8)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    for error in asyncio.run(run()):
+        assert isinstance(error, EngineError) and "ZeroDivisionError" in str(error)
+        assert len(list(walk_tb(error.__traceback__))) < 5
 
 
 def test_bad_requests_are_refused_with_what_was_expected():
