@@ -11,11 +11,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from contextlib import AbstractContextManager, suppress
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from lockstep.errors import ConfigError, MissingExtraError, require_package
+from lockstep.errors import ConfigError, EngineError, MissingExtraError, require_package
 
 Device = Literal["cpu", "cuda"]
 
@@ -130,6 +132,49 @@ def release_gpu_memory() -> None:
     import torch
 
     torch.cuda.empty_cache()
+
+
+class KeptAddresses:
+    """Memory of this process' GPU that is freed under tensors which keep their addresses, so that
+    captured graphs stay valid. By torch-memory-saver, as in SGLang, slime and verl."""
+
+    def __init__(self) -> None:
+        from torch_memory_saver import torch_memory_saver  # pyright: ignore
+
+        with suppress(AttributeError):  # it is in use already
+            torch_memory_saver.hook_mode = "torch"  # the other one preloads a library
+        self._saver, self._tag = torch_memory_saver, f"lockstep {id(self)}"
+
+    @staticmethod
+    def can_be_kept() -> bool:
+        """True if the package is installed and works beside torch's settings of memory."""
+        settings = "".join(os.environ.get(f"PYTORCH_{a}ALLOC_CONF", "") for a in ("", "CUDA_"))
+        is_installed = find_spec("torch_memory_saver") is not None
+        return is_installed and "expandable_segments:True" not in settings
+
+    def region(self) -> AbstractContextManager[None]:
+        """Tensors that are allocated inside can be freed and taken again."""
+        return self._saver.region(self._tag)
+
+    def free(self) -> None:
+        import torch
+
+        torch.cuda.synchronize()  # steps may still write
+        self._saver.pause(self._tag)
+
+    def take(self, num_bytes: int) -> None:
+        """Takes back `num_bytes`, which have any content. Raises EngineError if they are not
+        there; the package would end the process."""
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        if free < num_bytes:
+            raise EngineError(
+                f"the engine cannot wake: it needs {num_bytes / 2**30:.1f} GiB of the GPU for keys "
+                f"and values, found {free / 2**30:.1f} free{taken_by_others(free, total)}. Lower "
+                "engine.kv_cache_tokens."
+            )
+        self._saver.resume(self._tag)
 
 
 def total_gpu_memory() -> int:

@@ -4,6 +4,7 @@ Its capture is "run the body again", over the very tensors that a CUDA graph wou
 """
 
 import asyncio
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 
@@ -50,7 +51,7 @@ class Rerun:
         return replay
 
 
-def make_engines(kind="qwen3", *, max_positions=256, **settings):
+def make_engines(kind="qwen3", *, max_positions=256, addresses=None, **settings):
     """(engine that runs eagerly, engine with graphs, its capture), over weights of equal values."""
     defaults = {"page_size": 8, "kv_cache_tokens": 256, "max_num_sequences": 6}
     config = EmbeddedConfig(**(defaults | {"max_step_tokens": 24} | settings))
@@ -58,7 +59,8 @@ def make_engines(kind="qwen3", *, max_positions=256, **settings):
     for make_capture in (None, lambda: capture):
         model = make_model(kind, max_positions=max_positions)
         model.ops = CudaOps()
-        engines.append(EmbeddedEngine(model, config, make_capture=make_capture))
+        engine = EmbeddedEngine(model, config, make_capture=make_capture, addresses=addresses)
+        engines.append(engine)
     return *engines, capture
 
 
@@ -206,6 +208,45 @@ async def test_memory_that_is_allocated_again_is_captured_again():
     after = await play(engine, alike[1:])
     assert drawn(*before) == drawn(*after)
     assert capture.num_captures == 2
+
+
+class Addresses:
+    """Fills the memory that is given back with NaN, as another process would with what it likes."""
+
+    def __init__(self):
+        self.calls, self.tensors = [], []
+
+    def region(self):
+        return nullcontext(self.calls.append("region"))
+
+    def free(self):
+        self.calls.append("free")
+        for tensor in self.tensors:
+            tensor.view(torch.uint8).fill_(255)
+
+    def take(self, num_bytes):
+        self.calls.append(num_bytes)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "latent", "hybrid"])
+async def test_memory_whose_addresses_stay_is_zeroed_and_its_graphs_are_replayed(kind):
+    addresses = Addresses()
+    _, engine, capture = make_engines(kind, addresses=addresses, kv_cache_tokens=32)
+    alike = [(0, request(name, prompt(9), seed=1, max_tokens=3)) for name in ("before", "after")]
+    before = await play(engine, alike[:1])
+    cache, captured = engine._cache, capture.num_captures
+    addresses.tensors = cache._tensors()
+    places = [tensor.data_ptr() for tensor in addresses.tensors]
+    await engine.sleep()
+    await engine.wake()
+    after = await play(engine, alike[1:])
+    assert drawn(*before) == drawn(*after)
+    assert capture.num_captures == captured
+    assert places == [tensor.data_ptr() for tensor in cache._tensors()]
+    taken = sum(tensor.nbytes for tensor in addresses.tensors)
+    assert addresses.calls[-2:] == ["free", taken]
+    await engine.close()
+    assert addresses.calls[-1] == "free"
 
 
 def test_rules_beyond_the_first_few_draw_behind_a_graph_that_they_share():

@@ -3,15 +3,22 @@
 import os
 import sys
 import types
+from unittest.mock import Mock, create_autospec
 
 import pytest
 import torch
 
 from lockstep import errors
 from lockstep.config import resolve
-from lockstep.errors import ConfigError, MissingExtraError
+from lockstep.errors import ConfigError, EngineError, MissingExtraError
 from lockstep.launch import gpu
-from lockstep.launch.gpu import check_gpu, free_gpu_memory, shows_gpu, taken_by_others
+from lockstep.launch.gpu import (
+    KeptAddresses,
+    check_gpu,
+    free_gpu_memory,
+    shows_gpu,
+    taken_by_others,
+)
 from lockstep.recipes import find_recipe
 from lockstep.run.build import resolve_device
 
@@ -193,3 +200,32 @@ def test_the_gpus_free_memory_is_known_before_torch_is_there(machine, monkeypatc
     assert free_gpu_memory() == (7000 << 20, "free on the GPU, by nvidia-smi")
     program.unlink()
     assert free_gpu_memory() is None
+
+
+def test_memory_is_freed_and_taken_under_tensors_that_keep_their_addresses(machine, monkeypatch):
+    package = pytest.importorskip("torch_memory_saver", reason="pip install 'lockstep-rl[cuda]'")
+    saver = create_autospec(package.entrypoint.TorchMemorySaver, instance=True)
+    monkeypatch.setattr(package, "torch_memory_saver", saver)
+    monkeypatch.setattr(torch.cuda, "synchronize", Mock())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 * GIB, 4 * GIB))
+    memory, other = KeptAddresses(), KeptAddresses()
+    memory.region()
+    memory.free()
+    memory.take(2 * GIB)
+    (tag,) = saver.region.call_args.args
+    assert [call[0] for call in saver.method_calls] == ["region", "pause", "resume"]
+    assert saver.pause.call_args.args == saver.resume.call_args.args == (tag,)
+    torch.cuda.synchronize.assert_called_once_with()
+    with pytest.raises(EngineError, match=r"\b3\.0 GiB.* 2\.0 free"):
+        memory.take(3 * GIB)
+    assert saver.resume.call_count == 1
+    other.region()
+    assert saver.region.call_args.args != (tag,)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_addresses_are_not_kept_in_segments_that_expand(monkeypatch, name):
+    pytest.importorskip("torch_memory_saver", reason="pip install 'lockstep-rl[cuda]'")
+    assert KeptAddresses.can_be_kept()
+    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
+    assert not KeptAddresses.can_be_kept()

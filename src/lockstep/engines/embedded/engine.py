@@ -42,7 +42,7 @@ from lockstep.engines.grammar import Vocabulary
 from lockstep.engines.ledger import LedgerEngine, limit_of, no_adapter
 from lockstep.errors import CapabilityError, EngineError, TornWeightsError
 from lockstep.launch.event_loop import running
-from lockstep.launch.gpu import release_gpu_memory
+from lockstep.launch.gpu import KeptAddresses, release_gpu_memory
 from lockstep.models.adapters import AdapterStacks
 from lockstep.models.decoder import Decoder
 from lockstep.models.hf_io import check_tensors, decoder_like, load_weights, read_tensors
@@ -68,7 +68,8 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
     over. A shared model's parameters may be trained in place between steps. Call
     `load_weights(None, version=v)` after every update, or older keys and values would be used.
     make_capture: captures a step of decode as a graph, for ops that read `AttentionWork`. None:
-    CUDA graphs on a GPU, and no graph on a CPU.
+    CUDA graphs on a GPU, and no graph on a CPU. addresses: keeps those of the cache while the
+    engine sleeps, so that the graphs stay. None: kept on a shared GPU where the package is there.
 
     >>> engine = EmbeddedEngine(model, EmbeddedConfig())                        # doctest: +SKIP
     >>> async for delta in engine.generate(request): print(delta.token_ids)     # doctest: +SKIP
@@ -85,6 +86,7 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         control_ids: Collection[int] = (),
         is_shared: bool = True,
         make_capture: Callable[[], Capture] | None = None,
+        addresses: KeptAddresses | None = None,
     ) -> None:
         super().__init__()
         shape, device = model.config, model.embedding.device
@@ -99,7 +101,9 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         self._stacks, self._numbers = AdapterStacks(), count(1)
         self._tested: set[frozenset[tuple[int, ...]]] = set()
         """Shapes of adapters that the ops were tested with."""
-        self._cache = PagedCache(shape, config, like=model.embedding)
+        if device.type == "cuda" and config.share_device and KeptAddresses.can_be_kept():
+            addresses = addresses or KeptAddresses()
+        self._cache = PagedCache(shape, config, like=model.embedding, addresses=addresses)
         self.max_tokens = min(shape.max_positions, self._cache.num_pages * config.page_size)
         self._resident = None
         if config.resident_rows and not model.ops.reads_work(device):
@@ -266,6 +270,7 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         self._cache.allocate()
 
     async def _close(self) -> None:
+        self._drop_graphs()
         if not self._is_asleep:
             self._release()
 
@@ -682,6 +687,10 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         if self._resident is not None:
             self._resident.drop()
 
+    def _drop_graphs(self) -> None:
+        for graphs in filter(None, (self._graphs, self._adapted_graphs)):
+            graphs.drop()
+
     def _drop_ahead(self) -> None:
         """Forgets the step that was begun ahead. It has changed nothing that is read, and its draws
         are repeated where its rows go on."""
@@ -692,10 +701,9 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
     def _release(self) -> None:
         """Frees the memory that is not the model's."""
         self._drop_ahead()
-        self._cache.deallocate()
         self._drop_resident()
-        for graphs in filter(None, (self._graphs, self._adapted_graphs)):
-            graphs.drop()
+        if not self._cache.deallocate():
+            self._drop_graphs()
         release_gpu_memory()  # the trainer may be another process
 
     def _adapted(self, name: str, source: Decoder | str) -> Decoder:

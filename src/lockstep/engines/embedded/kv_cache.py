@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.state_cache import StateCache
+from lockstep.launch.gpu import KeptAddresses
 from lockstep.models.config import ModelConfig
 from lockstep.ops.context import KEY_BLOCK, planes_of
 from lockstep.ops.contract import CHUNK
@@ -144,8 +146,16 @@ class ResidentCache:
 class PagedCache:
     """Memory for keys and values, the trie over it, and its least-recently-used order."""
 
-    def __init__(self, model: ModelConfig, config: EmbeddedConfig, *, like: torch.Tensor) -> None:
-        """like: a tensor with the keys' dtype and device."""
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EmbeddedConfig,
+        *,
+        like: torch.Tensor,
+        addresses: KeptAddresses | None = None,
+    ) -> None:
+        """like: a tensor with the keys' dtype and device. addresses: keeps the tensors' addresses
+        while their memory is free; without it they are allocated anew."""
         self.has_values = model.latent is None
         """False where keys hold the values; `values` is then `keys`."""
         self.states = None if model.linear is None else StateCache(model.linear, config, like=like)
@@ -165,19 +175,36 @@ class PagedCache:
         """[pages, page_size, layers, active]: experts of each position; None until
         `keep_routes`."""
         self._no_routes: Routes | None = None
+        self._addresses, self._is_free = addresses, False
         self.allocate()
 
     # -- memory -------------------------------------------------------------------------------
 
     def allocate(self) -> None:
         """Allocates the memory as zeros: a masked place is multiplied by 0 and must be finite."""
-        place = self._dtype, self._device
-        self.keys = zeros_on_demand(self._shape, *place)
-        self.values = zeros_on_demand(self._shape, *place) if self.has_values else self.keys
-        self._allocate_routes()
-        if self.states is not None:
-            self.states.allocate()
         self._free = list(range(self.num_pages, 0, -1))
+        if self._is_free and self._addresses is not None:
+            tensors = self._tensors()
+            self._addresses.take(sum(tensor.nbytes for tensor in tensors))
+            self._is_free = False
+            for tensor in tensors:
+                tensor.zero_()
+            return
+        place = self._dtype, self._device
+        with self._region():
+            self.keys = zeros_on_demand(self._shape, *place)
+            self.values = zeros_on_demand(self._shape, *place) if self.has_values else self.keys
+            if self.states is not None:
+                self.states.allocate()
+        self._allocate_routes()
+
+    def _region(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._addresses is None else self._addresses.region()
+
+    def _tensors(self) -> list[torch.Tensor]:
+        routes = [] if self.routes is None else [self.routes]
+        states = [] if self.states is None else self.states.tensors()
+        return [*planes_of(self), *routes, *states]
 
     def keep_routes(self, model: ModelConfig) -> None:
         """Stores routes for every further position, from the first call on: one request computes
@@ -192,16 +219,22 @@ class PagedCache:
         if self._no_routes is not None:
             shape = (self.num_pages + 1, self.page_size, *self._no_routes.shape[1:])
             dtype = getattr(torch, self._no_routes.dtype.name)
-            self.routes = torch.zeros(shape, dtype=dtype, device=self._device)
+            with self._region():
+                self.routes = torch.zeros(shape, dtype=dtype, device=self._device)
 
-    def deallocate(self) -> None:
-        """Frees the memory. No lease may be open."""
+    def deallocate(self) -> bool:
+        """Frees the memory. No lease may be open. Returns True if the tensors stay, without it."""
         self.forget()
         assert len(self._free) == self.num_pages, "a lease is open while the cache is put to sleep"
+        if self._addresses is not None:
+            self._addresses.free()
+            self._is_free = True
+            return True
         self.keys = self.values = torch.empty(0)
         self.routes = None
         if self.states is not None:
             self.states.deallocate()
+        return False
 
     @property
     def num_available(self) -> int:
@@ -273,7 +306,7 @@ class PagedCache:
             part = ids[i * size : (i + 1) * size]
             parent = lease.nodes[i - 1] if i else lease.root
             own = lease.nodes[i] if i < len(lease.nodes) else None
-            twin, length = self._furthest(parent, part)
+            twin, length = self._furthest(parent, part) if len(part) == size else (None, 0)
             if twin is own or length < size:
                 twin = None
             if twin is not None:

@@ -53,6 +53,10 @@ class StateCache:
         self._free = list(range(self._num_running - 1, -1, -1))
         self.forget()
 
+    def tensors(self) -> list[Tensor]:
+        states = [getattr(self.states, field.name) for field in fields(States)]
+        return [*states, self._kept_states, self._kept_tails]
+
     def deallocate(self) -> None:
         """Frees the memory. No slot may be in use."""
         self.forget()
