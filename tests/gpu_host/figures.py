@@ -182,10 +182,11 @@ def train(gpu: StubGpu, name: str, num_layers: int, dtype: torch.dtype) -> dict[
 
     def run(objective: ObjectiveConfig, samples: list[Sample]) -> None:
         weights_of = loss_weights(samples, objective.aggregate)
-        judge, num_trained = TokenJudge(Correction.bypass(), version=0), sum(map(len, samples))
+        loss, num_trained = make_loss(objective), sum(map(len, samples))
+        judge = TokenJudge(Correction.bypass(), version=0)
         totals = Totals(trainer.device, num_experts=trainer.model.config.num_experts)
         for batch in trainer.pack(samples):
-            trainer._backward(make_loss(objective), weights_of, judge, num_trained, batch, totals)
+            trainer._backward(loss, weights_of, judge, num_trained, True, batch, totals)
 
     out: dict[str, Any] = {}
     for objective in (PPOClip(), GSPO(), CISPO(), DPPO(), Reinforce()):

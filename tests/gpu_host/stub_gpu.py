@@ -37,7 +37,16 @@ H200 = SimpleNamespace(
 NO_KERNEL = {
     *("alias", "as_strided", "detach", "diagonal", "expand", "flatten", "narrow", "permute"),
     *("reshape", "select", "slice", "split", "split_with_sizes", "squeeze", "t", "transpose"),
-    *("unbind", "unfold", "unsqueeze", "view", "_reshape_alias", "_unsafe_view", "lift_fresh"),
+    *(
+        "unbind",
+        "unflatten",
+        "unfold",
+        "unsqueeze",
+        "view",
+        "_reshape_alias",
+        "_unsafe_view",
+        "lift_fresh",
+    ),
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "device"),
 }
 """Aten ops that launch nothing. Copies are counted apart."""
@@ -109,6 +118,8 @@ class _Watch(TorchDispatchMode):
         elif name == "copy_" and not _is_on_gpu(args[1]):
             counts.to_device += 1
             counts.waits += not (len(args) > 2 and args[2])
+        elif name in ("to", "contiguous") and out is args[0]:
+            pass  # it is so already
         elif tensors and name not in NO_KERNEL:
             counts.aten[name] += 1
         return out

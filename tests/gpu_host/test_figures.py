@@ -13,8 +13,6 @@ from full_counts import PROOF
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("pip install 'lockstep-rl[cuda]'", allow_module_level=True)
-if not PROOF:
-    pytest.skip("`make proof` compiles the kernels of each chip", allow_module_level=True)
 if torch.cuda.is_available():
     pytest.skip("the stand-in is for machines without a GPU", allow_module_level=True)
 from lockstep.ops.cuda_kernels import SHARED_BYTES, of_chip
@@ -29,6 +27,8 @@ HYBRID = "Qwen3-Next-80B-A3B"
 MODELS = [*DENSE, *MIXTURES, HYBRID]
 CASES = [(name, chip, "bfloat16") for name in MODELS for chip in CHIPS]
 CASES += [(name, 90, "float32") for name in MODELS]
+if not PROOF:  # `make proof` compiles the kernels of each chip
+    CASES = [("Qwen3-0.6B", 90, "bfloat16")]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: " ".join(map(str, case)))
@@ -62,8 +62,8 @@ def test_ragged_rows_launch_what_equal_rows_do(case):
     name, _, dtype, found = case
     launches = found["launches per layer"]
     if name == HYBRID:
-        assert launches["1 row"] == launches["64 rows"] <= 140
-        assert launches["64 ragged rows"] <= 200  # some end a chunk
+        assert launches["1 row"] == launches["64 rows"] <= 92
+        assert launches["64 ragged rows"] <= 115  # of which a capture, as some end a chunk
         return
     assert launches["64 ragged rows"] == launches["64 rows"]
     if dtype == "bfloat16":
@@ -89,7 +89,6 @@ def test_attentions_backward_is_a_few_launches_and_no_matrix_of_scores(case):
 SPILLS = {
     "_attention_kernel": {100: 112, 120: 56},  # the hybrid's heads of 256
     "_gemm_kernel": {80: 8, 120: 8},
-    "_product_kernel": {90: 16, 100: 16, 120: 8},
     "_rms_norm_kernel": {100: 8, 120: 8},
 }
 """Bytes that kernels in bfloat16 spill, by chip; no others do."""

@@ -93,7 +93,7 @@ class LinearShape:
         """Size of a sampler's `ops.chunks.States` for this many sequences, and of its kept states.
         item: bytes of a number in the compute dtype."""
         tail = (self.conv_width - 1) * self.channels * item
-        tokens = self.key_heads * self.key_dim + self.value_width + self.value_heads
+        tokens = self.key_heads * self.key_dim + self.value_width + 2 * self.value_heads
         block = BLOCK * (BLOCK * self.value_heads + self.value_width)
         running = 4 * (self.state_size + CHUNK * tokens + block) + 2 * tail
         kept = 4 * self.state_size + tail

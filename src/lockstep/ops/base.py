@@ -10,7 +10,7 @@ same ops give the same numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -347,24 +347,23 @@ class Ops:
         """silu of a causal convolution of each channel with itself: x [T, channels], weight
         [channels, W], the newest input last -> [T, channels]. layer: number of the linear layer."""
         width, wide = weight.shape[1], sum_dtype(x.dtype)
-        taps: list[Tensor]
         if isinstance(context, PackedContext):
             before, is_there = context.previous(width)
             taps = [
                 take_rows(x, token) * seen[:, None]
                 for token, seen in zip(before.flip(0), is_there.flip(0).to(x.dtype), strict=True)
             ]
-            taps.append(x)
+            taps = [tap.to(wide) for tap in (*taps, x)]
         else:
             step = _states_of(context)
             tails = step.states.tails[layer].index_select(0, step.slots).flatten(0, 1)
             inputs = torch.cat([tails, x])
-            taps = [inputs.index_select(0, place) for place in step.taps]
+            taken = inputs.index_select(0, step.taps.reshape(-1)).to(wide)
+            taps = taken.view(*step.taps.shape, -1).unbind(0)
             step.states.tails[layer, step.slots] = inputs[step.tails]
             step.states.border_tails[layer, step.bordering] = inputs[step.borders]
-        out = taps[0].to(wide) * weight[:, 0].to(wide)
-        for place in range(1, width):
-            out = out + taps[place].to(wide) * weight[:, place].to(wide)
+        first, *others = (tap * of for tap, of in zip(taps, weight.to(wide).unbind(1), strict=True))
+        out = sum(others, first)
         return (out * self.sigmoid(out)).to(x.dtype)
 
     def delta_rule(
@@ -377,19 +376,51 @@ class Ops:
         q, k = delta.unit_length(q.to(wide), k.to(wide))
         parts = q, k, v.to(wide), g.to(wide), beta.to(wide)
         if isinstance(context, PackedContext):
-            return delta.over_chunks(parts, context.chunks, self.matmul).to(dtype)
+            return delta.over_chunks(parts, context.chunks, self.delta_chunks).to(dtype)
         step = _states_of(context)
         n, out = step.num_rows, []
         if step.chunks is None:
-            return delta.decode(parts, layer=layer, step=step, matmul=self.matmul).to(dtype)
+            return self.delta_decode(parts, layer=layer, step=step).to(dtype)
         of_step = {"layer": layer, "step": step}
         if n:
             rows = [x[:n] for x in parts]
-            out.append(delta.decode(rows, matmul=self.matmul, **of_step))
-        run = partial(delta.prefill, **of_step)
+            out.append(self.delta_decode(rows, **of_step))
+        prefill = partial(delta.prefill, **of_step)
         rest = tuple(x[n:] for x in parts)
-        out.append(delta.over_chunks(rest, step.chunks, self.matmul, run))
+        out.append(delta.over_chunks(rest, step.chunks, self.delta_chunks, prefill))
         return torch.cat(out).to(dtype)
+
+    def delta_chunks(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        state: Tensor | None,
+        *,
+        is_last: bool = False,
+    ) -> tuple[delta.Solved, Tensor | None]:
+        """(chunks [n], states after them [n, H, K, V]) of the chunks' tokens and the states before;
+        shapes as in `delta.solve`, g before its sum. is_last: no state after them is needed."""
+        if self.reads_work(v.device):
+            from lockstep.ops import cuda_delta
+
+            return cuda_delta.run_chunks(q, k, v, g, beta, state)
+        c = g.cumsum(-1)
+        solved = delta.solve(q, k, v, c, beta, state, self.matmul)
+        if is_last:
+            return solved, None
+        return solved, delta.advance(k, solved.writes, c, state, self.matmul)
+
+    def delta_decode(self, parts: Sequence[Tensor], *, layer: int, step: StateStep) -> Tensor:
+        """The rule for one token of each row: q, k [B, G, K], v [B, H, V], g, beta [B, H] -> [B, H,
+        V]."""
+        if self.reads_work(parts[0].device):
+            from lockstep.ops import cuda_delta
+
+            return cuda_delta.decode(parts, layer=layer, step=step)
+        return delta.decode(parts, layer=layer, step=step, matmul=self.matmul)
 
     # -- composed -----------------------------------------------------------------------------
     # Parts of a layer, for ops that compute several at once, with the same bits as one by one.

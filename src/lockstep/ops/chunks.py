@@ -156,9 +156,11 @@ class States:
     keys: Tensor
     """[L, R, G, C, K] float32: keys of the chunk's tokens."""
     values: Tensor
-    """[L, R, H, C, V] float32: writes of its tokens."""
+    """[L, R, H, C, V] float32: writes of its tokens; their values where one kernel runs a chunk."""
     decays: Tensor
     """[L, R, H, C] float32: log of each token's decay."""
+    strengths: Tensor
+    """[L, R, H, C] float32: their strengths, where one kernel runs a chunk."""
     inverse: Tensor
     """[L, R, H, BLOCK, BLOCK] float32: rows of the inverse of the block that runs."""
     wanted: Tensor
@@ -191,6 +193,7 @@ class States:
             keys=zeros(G, CHUNK, K),
             values=zeros(H, CHUNK, V),
             decays=zeros(H, CHUNK),
+            strengths=zeros(H, CHUNK),
             inverse=zeros(H, BLOCK, BLOCK),
             wanted=zeros(H, BLOCK, V),
             tails=zeros(*tail, dtype=dtype),
@@ -253,7 +256,7 @@ class RowPlaces:
             block=(first[:, None] + in_block)[:, None].expand(-1, H, -1),
             later=torch.zeros(later.shape, device=device).masked_fill_(later, float("-inf")),
             before=(in_block < row[:, None])[:, None].float(),
-            earlier=earlier.float() if device.type != "cpu" or earlier.any() else None,
+            earlier=earlier.float() if earlier.any() else None,
             unit=(in_block == row[:, None])[:, None].float(),
         )
 

@@ -115,9 +115,6 @@ class CudaOps(GemmOps):
         used = self.tiles if dtype.itemsize == 2 else [kernels.FLOAT32_TILE]
         return " ".join(f"{tile.rows}x{tile.outputs}x{tile.depth}" for tile in used)
 
-    def matmul(self, x: Tensor, y: Tensor) -> Tensor:
-        return kernels.product(x, y)
-
     def expert_linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, tokens_per_expert: Counts
     ) -> Tensor:

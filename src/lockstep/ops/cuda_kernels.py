@@ -360,58 +360,6 @@ def _gemm_kernel(
 # -- products of numbers that are no parameters ------------------------------------------------
 
 
-def product(x_NRK: Tensor, y_NKL: Tensor) -> Tensor:
-    """x @ y of each batch, rounded once: [N, R, L]. One tile for all sizes, so that a row's bits
-    depend on that row and its y alone."""
-    (N, R, K), L, tile = x_NRK.shape, y_NKL.shape[2], FLOAT32_TILE
-    out = x_NRK.new_empty(N, R, L)
-    if out.numel():
-        x, is_transposed = aligned(x_NRK), not y_NKL.is_contiguous()
-        y = aligned(y_NKL.transpose(1, 2) if is_transposed else y_NKL)
-        programs = N * triton.cdiv(R, tile.rows) * triton.cdiv(L, tile.outputs)
-        sizes = (K, L, is_transposed, tile.rows, tile.outputs, tile.depth)
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        launch(_product_kernel, (programs,), x, y, out, R, *sizes, **options)
-    return out
-
-
-@jit("R")
-def _product_kernel(
-    x,
-    y,
-    out,
-    R,
-    K: tl.constexpr,
-    L: tl.constexpr,
-    IS_TRANSPOSED: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    DEPTH: tl.constexpr,
-):
-    columns: tl.constexpr = (L + OUTPUTS - 1) // OUTPUTS
-    place = tl.program_id(0) // columns
-    num_places = (R + ROWS - 1) // ROWS
-    batch = (place // num_places).to(tl.int64)
-    row = (place % num_places) * ROWS + tl.arange(0, ROWS)
-    output = (tl.program_id(0) % columns) * OUTPUTS + tl.arange(0, OUTPUTS)
-    k = tl.arange(0, DEPTH)
-    is_row, is_output = (row < R)[:, None], (output < L)[None, :]
-    x_tile = x + batch * R * K + row[:, None] * K + k[None, :]
-    y += batch * K * L
-    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    for start in range(0, K, DEPTH):
-        at = start + k
-        a = tl.load(x_tile + start, mask=is_row & (at < K)[None, :], other=0.0)
-        if IS_TRANSPOSED:
-            place_y = output[None, :] * K + at[:, None]
-        else:
-            place_y = at[:, None] * L + output[None, :]
-        b = tl.load(y + place_y, mask=is_output & (at < K)[:, None], other=0.0)
-        total = tl.dot(a, b, total, input_precision="ieee")
-    where = batch * R * L + row[:, None] * L + output[None, :]
-    tl.store(out + where, total.to(out.dtype.element_ty), mask=is_row & is_output)
-
-
 # -- sums over one row ---------------------------------------------------------------------------
 
 

@@ -1,4 +1,5 @@
-"""The gated delta rule, one definition for sampler and trainer, and its exact gradient.
+"""The gated delta rule on a CPU, one definition for sampler and trainer, and its exact gradient,
+which a GPU shares. A GPU's forward is one kernel: `ops.cuda_delta`.
 
 A head has a state S [K, V]. A token with key k, value v, log-decay g and strength beta changes it:
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +39,8 @@ from lockstep.ops.transfer import to_device
 Tensor = torch.Tensor
 Matmul = Callable[[Tensor, Tensor], Tensor]
 """`Ops.matmul`."""
+RunChunks = Callable[..., tuple["Solved", Any]]
+"""`Ops.delta_chunks`."""
 
 L2_EPS = 1e-6
 
@@ -59,16 +63,9 @@ class Solved:
     """[n, H, C, V]."""
     writes: Tensor
     """[n, H, C, V]: w."""
-    wanted: Tensor
-    """[n, H, C / BLOCK, BLOCK, V]: right-hand sides of the blocks."""
-    inverse: Tensor
-    """[n, H, C / BLOCK, BLOCK, BLOCK]."""
-
-
-def _of_row(row: Tensor, inverse: Tensor, matmul: Matmul) -> Tensor:
-    """row [n, 1, BLOCK] @ inverse [n, BLOCK, BLOCK]. A CPU computes each product of this size by
-    itself, and `matmul` would pad the row."""
-    return torch.bmm(row, inverse) if row.device.type == "cpu" else matmul(row, inverse)
+    kept: dict[str, Tensor]
+    """The values that decode goes on from, by their name in `States`. "wanted" [n, H, C / BLOCK, BLOCK, V] and
+    "inverse" [n, H, C / BLOCK, BLOCK, BLOCK] are of all blocks."""
 
 
 def _pairs(q: Tensor, k: Tensor, matmul: Matmul) -> Tensor:
@@ -119,7 +116,8 @@ def solve(
     ).reshape(-1, BLOCK, BLOCK)
     inverse = torch.eye(BLOCK, dtype=c.dtype, device=c.device).repeat(len(diagonal), 1, 1)
     for row in range(1, BLOCK):
-        inverse[:, row : row + 1] -= _of_row(diagonal[:, row : row + 1], inverse, matmul)
+        # A product of this size is computed by itself, and `matmul` would pad the row.
+        inverse[:, row : row + 1] -= torch.bmm(diagonal[:, row : row + 1], inverse)
     inverse = inverse.view(n, H, blocks, BLOCK, BLOCK)
     writes, wanted = torch.empty_like(v), v.new_empty(n, H, blocks, BLOCK, V)
     for block in range(blocks):
@@ -134,7 +132,8 @@ def solve(
         found = matmul(inverse[:, :, block].flatten(0, 1), rest.reshape(n * H, BLOCK, V))
         writes[:, :, here] = found.view(n, H, BLOCK, V)
     own = matmul(scores.flatten(0, 1), writes.flatten(0, 1)).view(n, H, C, V)
-    return Solved(own if out is None else out + own, writes, wanted, inverse)
+    kept = {"values": writes, "wanted": wanted, "inverse": inverse}
+    return Solved(own if out is None else out + own, writes, kept)
 
 
 def advance(k: Tensor, writes: Tensor, c: Tensor, state: Tensor | None, matmul: Matmul) -> Tensor:
@@ -176,9 +175,8 @@ class DeltaRule(torch.autograd.Function):
     however many rows there are: chunks of a level are computed some at a time."""
 
     @staticmethod
-    def forward(ctx, q, k, v, g, beta, chunks: Chunks, matmul: Matmul):
+    def forward(ctx, q, k, v, g, beta, chunks: Chunks, run: RunChunks):
         """q, k [N, G, C, K], v [N, H, C, V], g, beta [N, H, C] -> [N, H, C, V]."""
-        c = g.cumsum(-1)
         out, writes = torch.empty_like(v), torch.empty_like(v)
         states: list[Tensor | None] = []
         after: Tensor | None = None
@@ -187,12 +185,13 @@ class DeltaRule(torch.autograd.Function):
             ends: list[Tensor] = []
             for at, here in _pieces(level, v):
                 before = None if state is None else state[here]
-                solved = solve(q[at], k[at], v[at], c[at], beta[at], before, matmul)
+                is_last = number + 1 == len(chunks.levels)
+                parts = (x[at] for x in (q, k, v, g, beta))
+                solved, end = run(*parts, before, is_last=is_last)
                 out[at], writes[at] = solved.out, solved.writes
-                if number + 1 < len(chunks.levels):
-                    ends.append(advance(k[at], solved.writes, c[at], before, matmul))
+                ends += [] if end is None else [end]
             after = _joined(ends)
-        ctx.save_for_backward(q, k, v, c, beta, writes, *states)
+        ctx.save_for_backward(q, k, v, g.cumsum(-1), beta, writes, *states)
         ctx.chunks = chunks
         return out
 
@@ -283,11 +282,11 @@ def _solve_backward(
 def over_chunks(
     parts: tuple[Tensor, ...],
     chunks: Chunks,
-    matmul: Matmul,
-    run: Callable[..., Tensor] | None = None,
+    run: RunChunks,
+    prefill: Callable[..., Tensor] | None = None,
 ) -> Tensor:
     """The rule for tokens: (q, k, v, g, beta) as `Ops.delta_rule` has them, the queries scaled and
-    all in one dtype -> [T, H, V]. run: None is `DeltaRule`."""
+    all in one dtype -> [T, H, V]. prefill: None is `DeltaRule`."""
     cut = [
         take_rows(x, chunks.tokens).unflatten(0, chunks.is_real.shape).transpose(1, 2).contiguous()
         for x in parts
@@ -295,7 +294,7 @@ def over_chunks(
     # A place past the end of a row neither decays nor writes.
     real = chunks.is_real[:, None].to(parts[0].dtype)
     cut[3], cut[4] = cut[3] * real, cut[4] * real
-    out = DeltaRule.apply(*cut, chunks, matmul) if run is None else run(cut, matmul=matmul)
+    out = DeltaRule.apply(*cut, chunks, run) if prefill is None else prefill(cut, run=run)
     assert isinstance(out, Tensor)
     return take_rows(out.transpose(1, 2).flatten(0, 1), chunks.places)
 
@@ -303,13 +302,12 @@ def over_chunks(
 # -- the sampler ----------------------------------------------------------------------------------
 
 
-def prefill(parts: Sequence[Tensor], *, layer: int, step: StateStep, matmul: Matmul) -> Tensor:
+def prefill(parts: Sequence[Tensor], *, layer: int, step: StateStep, run: RunChunks) -> Tensor:
     """The rule over the parts of prompts, chunk by chunk from each sequence's state; what their
     sequences go on from is kept. Shapes as in `DeltaRule.forward`."""
     (q, k, v, g, beta), chunks, states = parts, step.chunks, step.states
     assert chunks is not None, "a step without prompts has no chunks"
     slots = step.slots[step.num_rows :]
-    c = g.cumsum(-1)
     out = torch.empty_like(v)
     solved: list[Solved] = []
     befores: list[Tensor] = []
@@ -320,8 +318,7 @@ def prefill(parts: Sequence[Tensor], *, layer: int, step: StateStep, matmul: Mat
         if level.num_parents:
             state = _parent_states(after, level)
         assert state is not None, "a sampler's sequence has a state"
-        found = solve(q[at], k[at], v[at], c[at], beta[at], state, matmul)
-        after = advance(k[at], found.writes, c[at], state, matmul)
+        found, after = run(q[at], k[at], v[at], g[at], beta[at], state)
         out[at] = found.out
         solved.append(found)
         befores.append(state)
@@ -337,9 +334,10 @@ def prefill(parts: Sequence[Tensor], *, layer: int, step: StateStep, matmul: Mat
     states.state[layer, slots] = torch.where(is_full, last(afters), last(befores))
     states.keys[layer, slots] = k.index_select(0, ends)
     states.decays[layer, slots] = g.index_select(0, ends)
-    states.values[layer, slots] = last([s.writes for s in solved])
-    states.inverse[layer, slots] = last([s.inverse for s in solved])[rows, :, block]
-    states.wanted[layer, slots] = last([s.wanted for s in solved])[rows, :, block]
+    for name in solved[0].kept:
+        found = last([chunks.kept[name] for chunks in solved])
+        is_of_blocks = name in ("wanted", "inverse")
+        getattr(states, name)[layer, slots] = found[rows, :, block] if is_of_blocks else found
     return out
 
 
@@ -372,7 +370,7 @@ def decode(parts: Sequence[Tensor], *, layer: int, step: StateStep, matmul: Matm
         rest = rest - matmul(known.view(N * H, 4, CHUNK), writes).view(N, H, 4, V)[:, :, 1]
     diagonal = pairs[:, :, 1].gather(-1, at.block) * (strength * at.before)
     inverse = step.stored(states.inverse, layer).flatten(0, 1)
-    row = at.unit - _of_row(diagonal.view(N * H, 1, BLOCK), inverse, matmul).view(N, H, BLOCK)
+    row = at.unit - torch.bmm(diagonal.view(N * H, 1, BLOCK), inverse).view(N, H, BLOCK)
     states.inverse[layer].view(-1, BLOCK).index_copy_(0, at.blocks, step.rows(row).view(-1, BLOCK))
     states.wanted[layer].view(-1, V).index_copy_(0, at.blocks, step.rows(rest).view(-1, V))
     wanted = step.stored(states.wanted, layer).flatten(0, 1)
