@@ -64,8 +64,8 @@ class Solved:
     writes: Tensor
     """[n, H, C, V]: w."""
     kept: dict[str, Tensor]
-    """The values that decode goes on from, by their name in `States`. "wanted" [n, H, C / BLOCK, BLOCK, V] and
-    "inverse" [n, H, C / BLOCK, BLOCK, BLOCK] are of all blocks."""
+    """The values that decode goes on from, by their name in `States`. "wanted" [n, H, C / BLOCK,
+    BLOCK, V] and "inverse" [n, H, C / BLOCK, BLOCK, BLOCK] are of all blocks."""
 
 
 def _pairs(q: Tensor, k: Tensor, matmul: Matmul) -> Tensor:
