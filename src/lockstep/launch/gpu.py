@@ -6,6 +6,7 @@ torch is imported inside functions: settings are read without it.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -23,6 +24,9 @@ Device = Literal["cpu", "cuda"]
 
 LEAST_CAPABILITY = (8, 0)
 """Ampere: the first chips whose tensor cores take bfloat16, which the kernels are written for."""
+SEGMENTS_BYTES = 256 << 20
+"""At most this much is lost where torch rounds a cache's tensors up to segments, of 20 MiB for one
+between 1 and 10 MiB."""
 TAKEN_SHARE = 0.1
 """If other processes take more than this share of a GPU's memory, they are named."""
 
@@ -144,6 +148,10 @@ class KeptAddresses:
         with suppress(AttributeError):  # it is in use already
             torch_memory_saver.hook_mode = "torch"  # the other one preloads a library
         self._saver, self._tag = torch_memory_saver, f"lockstep {id(self)}"
+        # Never deleted: the end of a pool of memory ends the process with an error, even when
+        # Python exits, and a second object at this address would get the pool, which is paused.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        self._num_bytes = 0
 
     @staticmethod
     def can_be_kept() -> bool:
@@ -152,8 +160,10 @@ class KeptAddresses:
         is_installed = find_spec("torch_memory_saver") is not None
         return is_installed and "expandable_segments:True" not in settings
 
-    def region(self) -> AbstractContextManager[None]:
-        """Tensors that are allocated inside can be freed and taken again."""
+    def region(self, num_bytes: int) -> AbstractContextManager[None]:
+        """Tensors that are allocated inside, of `num_bytes`, can be freed and taken again."""
+        self._check_room(num_bytes)
+        self._num_bytes += num_bytes
         return self._saver.region(self._tag)
 
     def free(self) -> None:
@@ -162,19 +172,23 @@ class KeptAddresses:
         torch.cuda.synchronize()  # steps may still write
         self._saver.pause(self._tag)
 
-    def take(self, num_bytes: int) -> None:
-        """Takes back `num_bytes`, which have any content. Raises EngineError if they are not
-        there; the package would end the process."""
+    def take(self) -> None:
+        """Takes back the memory, which has any content."""
+        self._check_room(self._num_bytes, num_paused=self._num_bytes)
+        self._saver.resume(self._tag)
+
+    def _check_room(self, num_bytes: int, *, num_paused: int = 0) -> None:
+        """Raises EngineError if they are not free; the package would end the process."""
         import torch
 
+        release_gpu_memory()
         free, total = torch.cuda.mem_get_info()
-        if free < num_bytes:
+        if free < num_bytes + SEGMENTS_BYTES:
+            takers = taken_by_others(free, total, num_paused=num_paused)
             raise EngineError(
-                f"the engine cannot wake: it needs {num_bytes / 2**30:.1f} GiB of the GPU for keys "
-                f"and values, found {free / 2**30:.1f} free{taken_by_others(free, total)}. Lower "
-                "engine.kv_cache_tokens."
+                f"the engine needs {num_bytes / 2**30:.1f} GiB of the GPU for its cache, found "
+                f"{free / 2**30:.1f} free{takers}. Lower engine.kv_cache_tokens."
             )
-        self._saver.resume(self._tag)
 
 
 def total_gpu_memory() -> int:
@@ -184,12 +198,13 @@ def total_gpu_memory() -> int:
     return torch.cuda.mem_get_info()[1]
 
 
-def taken_by_others(free: int, total: int) -> str:
+def taken_by_others(free: int, total: int, *, num_paused: int = 0) -> str:
     """Says, after a number of free bytes, which processes hold the rest of this process' GPU. Empty
-    below TAKEN_SHARE. Processes outside of this container have no name here."""
+    below TAKEN_SHARE. Processes outside of this container have no name here. num_paused: bytes that
+    torch counts as its own while they are free."""
     import torch
 
-    taken = total - free - torch.cuda.memory_reserved()
+    taken = total - free - (torch.cuda.memory_reserved() - num_paused)
     if taken < TAKEN_SHARE * total:
         return ""
     gpu = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"

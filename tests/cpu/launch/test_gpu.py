@@ -3,6 +3,7 @@
 import os
 import sys
 import types
+import weakref
 from unittest.mock import Mock, create_autospec
 
 import pytest
@@ -13,6 +14,7 @@ from lockstep.config import resolve
 from lockstep.errors import ConfigError, EngineError, MissingExtraError
 from lockstep.launch import gpu
 from lockstep.launch.gpu import (
+    SEGMENTS_BYTES,
     KeptAddresses,
     check_gpu,
     free_gpu_memory,
@@ -207,20 +209,35 @@ def test_memory_is_freed_and_taken_under_tensors_that_keep_their_addresses(machi
     saver = create_autospec(package.entrypoint.TorchMemorySaver, instance=True)
     monkeypatch.setattr(package, "torch_memory_saver", saver)
     monkeypatch.setattr(torch.cuda, "synchronize", Mock())
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 * GIB, 4 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 3 * GIB)  # paused memory too
+    free = [0, 2 * GIB + SEGMENTS_BYTES]  # torch holds the rest until its cache is released
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.insert(0, free[-1]))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], 6 * GIB))
     memory, other = KeptAddresses(), KeptAddresses()
-    memory.region()
+    memory.region(2 * GIB)
     memory.free()
-    memory.take(2 * GIB)
+    memory.take()
     (tag,) = saver.region.call_args.args
     assert [call[0] for call in saver.method_calls] == ["region", "pause", "resume"]
     assert saver.pause.call_args.args == saver.resume.call_args.args == (tag,)
     torch.cuda.synchronize.assert_called_once_with()
-    with pytest.raises(EngineError, match=r"\b3\.0 GiB.* 2\.0 free"):
-        memory.take(3 * GIB)
-    assert saver.resume.call_count == 1
-    other.region()
+    free[:] = [GIB]
+    with pytest.raises(EngineError, match=r"\b2\.0 GiB.* 1\.0 free, where .* took 4\.0 of 6\.0"):
+        memory.take()
+    with pytest.raises(EngineError, match=r"\b1\.0 GiB.* 1\.0 free"):
+        other.region(GIB)  # an error inside would end the process
+    assert saver.resume.call_count == saver.region.call_count == 1
+    other.region(0)
     assert saver.region.call_args.args != (tag,)
+
+
+def test_no_two_engines_share_a_pool_and_none_is_deleted_even_when_python_exits(monkeypatch):
+    """A freed block outside of a region ends the process, and so would the pool's end at exit."""
+    package = pytest.importorskip("torch_memory_saver", reason="pip install 'lockstep-rl[cuda]'")
+    saver = create_autospec(package.entrypoint.TorchMemorySaver, instance=True)
+    monkeypatch.setattr(package, "torch_memory_saver", saver)
+    found = [weakref.ref(KeptAddresses()) for _ in range(2)]
+    assert all(memory() is not None for memory in found)
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
