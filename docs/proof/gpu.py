@@ -125,10 +125,12 @@ SMALL = {
 
 
 def shape_of(name: str, num_layers: int, where: Where) -> ModelConfig:
+    # The least has a layer of each kind.
+    num_layers = max(where.pick(num_layers, 1), CONFIGS[name].get("full_attention_interval", 1))
     if not where.small:
         return config_of(name, num_layers=num_layers)
-    config = CONFIGS[name] | {"num_hidden_layers": 1}
-    return ModelConfig.from_hf({key: SMALL.get(key, value) for key, value in config.items()})
+    config = {key: SMALL.get(key, value) for key, value in CONFIGS[name].items()}
+    return ModelConfig.from_hf(config | {"num_hidden_layers": num_layers})
 
 
 def make_model(config: ModelConfig, where: Where, *, ops: Ops | None = None) -> Decoder:

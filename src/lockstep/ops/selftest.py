@@ -499,7 +499,8 @@ def _state_checks(ops: Ops, call: _Call) -> Iterator[str]:
     rowwise, length = STATEFUL[call.op], int(call.args[-1].lengths[0])
     rows, layer = [call.args[i] for i in rowwise], call.args[-2]
     rest = [a for i, a in enumerate(call.args[:-2]) if i not in rowwise]
-    k, v = (rows[i if len(rows) > 2 else 0] for i in (1, 2))
+    # A convolution has a tail alone: its channels are no heads.
+    k, v = rows[1:3] if len(rows) > 2 else (rows[0].new_empty(1, 1, 1),) * 2
     op, keys = getattr(ops, call.op), v.new_empty(0)
     with torch.no_grad():
         full = op(*call.args)
