@@ -123,8 +123,7 @@ def free_gpu_memory() -> tuple[int, str] | None:
             return None
         free, total = torch.cuda.mem_get_info()
         return free, f"free on the GPU{taken_by_others(free, total)}"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    only = ("-i", visible) if visible else ()
+    only = ("-i", visible) if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) else ()
     rows = _nvidia_smi("--query-gpu=memory.free", "--format=csv,noheader,nounits", *only)
     free = [int(row[0]) << 20 for row in rows if row[0].isdigit()]
     return (min(free), "free on the GPU, by nvidia-smi") if free and shows_gpu() else None
@@ -209,12 +208,8 @@ def taken_by_others(free: int, total: int, *, num_paused: int = 0) -> str:
         return ""
     gpu = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
     rows = _nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader")
-    others = [
-        f"process {row[1]} ({row[2]})"
-        for row in rows
-        if len(row) == 3 and row[0] == gpu and row[1] != str(os.getpid())
-    ]
-    by = ", ".join(others) or "other processes"
+    others = [r for r in rows if len(r) == 3 and r[0] == gpu and r[1] != str(os.getpid())]
+    by = ", ".join(f"process {row[1]} ({row[2]})" for row in others) or "other processes"
     return (
         f", where {by} took {taken / 2**30:.1f} of {total / 2**30:.1f} GiB: end what you do not "
         "need, or choose another GPU with CUDA_VISIBLE_DEVICES=N"

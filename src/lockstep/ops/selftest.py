@@ -507,15 +507,9 @@ def _state_checks(ops: Ops, call: _Call) -> Iterator[str]:
         yield from _alone(call, lambda: [op(*call.args)], [full])
         full = full[:length]
     for count in (3, 1):
-        states = States.zeros(
-            layer + 1,
-            count,
-            heads=(k.shape[1], v.shape[1]),
-            widths=(k.shape[-1], v.shape[-1]),
-            tail=(rest[0].shape[1] - 1, rest[0].shape[0]) if rest else (1, 1),
-            dtype=v.dtype,
-            device=v.device,
-        )
+        of = {"heads": (k.shape[1], v.shape[1]), "widths": (k.shape[-1], v.shape[-1])}
+        of["tail"] = (rest[0].shape[1] - 1, rest[0].shape[0]) if rest else (1, 1)
+        states = States.zeros(layer + 1, count, **of, dtype=v.dtype, device=v.device)
         ends = [min(n * CHUNK, (length - 1) // CHUNK * CHUNK) for n in range(1, count + 1)]
         starts = np.zeros(count, np.int64)
         for stops in (np.array(ends), *(np.array(ends) + i for i in range(1, CHUNK + 2))):
