@@ -156,8 +156,7 @@ class KeptAddresses:
     def can_be_kept() -> bool:
         """True if the package is installed and works beside torch's settings of memory."""
         settings = "".join(os.environ.get(f"PYTORCH_{a}ALLOC_CONF", "") for a in ("", "CUDA_"))
-        is_installed = find_spec("torch_memory_saver") is not None
-        return is_installed and "expandable_segments:True" not in settings
+        return bool(find_spec("torch_memory_saver")) and "expandable_segments:True" not in settings
 
     def region(self, num_bytes: int) -> AbstractContextManager[None]:
         """Tensors that are allocated inside, of `num_bytes`, can be freed and taken again."""

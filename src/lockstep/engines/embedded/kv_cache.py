@@ -166,9 +166,8 @@ class PagedCache:
         self._shape = (num_layers, model.num_kv_heads, num_pages + 1, page_size, model.key_dim)
         self._dtype, self._device = like.dtype, like.device
         self._tokens = np.zeros((num_pages + 1, page_size), np.int32)
-        of_pages = self._tokens.size * model.cached_per_token * like.itemsize
-        of_sequence = model.cached_per_sequence(like.itemsize)
-        self._num_bytes = of_pages + (config.max_num_sequences + 1) * of_sequence
+        self._num_bytes = self._tokens.size * model.cached_per_token * like.itemsize
+        self._num_bytes += (config.max_num_sequences + 1) * model.cached_per_sequence(like.itemsize)
         self.epoch = 0
         self._below: dict[PageNode | int, dict[PageNode, None]] = {}
         """Pages that follow each page. A page below a root begins a path."""
