@@ -53,10 +53,6 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 test: install-dev
 	$(PYTEST)
 
-# The tests that the fast profile leaves out too: 22 minutes on two idle cores.
-test-long: install-dev
-	LOCKSTEP_LONG_TESTS=1 $(PYTEST)
-
 # The tests that the fast profile leaves out too: 20 minutes on two idle cores.
 test-long: install-dev
 	LOCKSTEP_LONG_TESTS=1 $(PYTEST)

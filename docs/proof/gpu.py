@@ -36,7 +36,6 @@ from typing import Any
 import numpy as np
 import torch
 from gpu_models import MODELS as CONFIGS
-from gpu_models import config_of
 from run import ROOT, cpu_name, rows_of, today
 
 sys.path.append(str(Path(__file__).parents[2] / "tests"))
@@ -116,7 +115,7 @@ def need_room(where: Where, num_bytes: float) -> None:
 # -- models ---------------------------------------------------------------------------------------
 
 SMALL = {
-    "num_hidden_layers": 1, "hidden_size": 32, "head_dim": 16, "num_attention_heads": 4,
+    "hidden_size": 32, "head_dim": 16, "num_attention_heads": 4,
     "num_key_value_heads": 2, "intermediate_size": 48, "moe_intermediate_size": 16,
     "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 61,
     "max_position_embeddings": 512,
@@ -125,10 +124,11 @@ SMALL = {
 
 
 def shape_of(name: str, num_layers: int, where: Where) -> ModelConfig:
-    if not where.small:
-        return config_of(name, num_layers=num_layers)
-    config = CONFIGS[name] | {"num_hidden_layers": 1}
-    return ModelConfig.from_hf({key: SMALL.get(key, value) for key, value in config.items()})
+    # The least has a layer of each kind.
+    num_layers = max(where.pick(num_layers, 1), CONFIGS[name].get("full_attention_interval", 1))
+    small = {key: value for key, value in SMALL.items() if key in CONFIGS[name]}
+    config = CONFIGS[name] | where.pick({}, small)
+    return ModelConfig.from_hf(config | {"num_hidden_layers": num_layers})
 
 
 def make_model(config: ModelConfig, where: Where, *, ops: Ops | None = None) -> Decoder:

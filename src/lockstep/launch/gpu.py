@@ -6,6 +6,7 @@ torch is imported inside functions: settings are read without it.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -23,6 +24,9 @@ Device = Literal["cpu", "cuda"]
 
 LEAST_CAPABILITY = (8, 0)
 """Ampere: the first chips whose tensor cores take bfloat16, which the kernels are written for."""
+SEGMENTS_BYTES = 256 << 20
+"""At most this much is lost where torch rounds a cache's tensors up to segments, of 20 MiB for one
+between 1 and 10 MiB."""
 TAKEN_SHARE = 0.1
 """If other processes take more than this share of a GPU's memory, they are named."""
 
@@ -119,8 +123,7 @@ def free_gpu_memory() -> tuple[int, str] | None:
             return None
         free, total = torch.cuda.mem_get_info()
         return free, f"free on the GPU{taken_by_others(free, total)}"
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    only = ("-i", visible) if visible else ()
+    only = ("-i", visible) if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) else ()
     rows = _nvidia_smi("--query-gpu=memory.free", "--format=csv,noheader,nounits", *only)
     free = [int(row[0]) << 20 for row in rows if row[0].isdigit()]
     return (min(free), "free on the GPU, by nvidia-smi") if free and shows_gpu() else None
@@ -144,16 +147,21 @@ class KeptAddresses:
         with suppress(AttributeError):  # it is in use already
             torch_memory_saver.hook_mode = "torch"  # the other one preloads a library
         self._saver, self._tag = torch_memory_saver, f"lockstep {id(self)}"
+        # Never deleted: the end of a pool of memory ends the process with an error, even when
+        # Python exits, and a second object at this address would get the pool, which is paused.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+        self._num_bytes = 0
 
     @staticmethod
     def can_be_kept() -> bool:
         """True if the package is installed and works beside torch's settings of memory."""
         settings = "".join(os.environ.get(f"PYTORCH_{a}ALLOC_CONF", "") for a in ("", "CUDA_"))
-        is_installed = find_spec("torch_memory_saver") is not None
-        return is_installed and "expandable_segments:True" not in settings
+        return bool(find_spec("torch_memory_saver")) and "expandable_segments:True" not in settings
 
-    def region(self) -> AbstractContextManager[None]:
-        """Tensors that are allocated inside can be freed and taken again."""
+    def region(self, num_bytes: int) -> AbstractContextManager[None]:
+        """Tensors that are allocated inside, of `num_bytes`, can be freed and taken again."""
+        self._check_room(num_bytes)
+        self._num_bytes += num_bytes
         return self._saver.region(self._tag)
 
     def free(self) -> None:
@@ -162,19 +170,23 @@ class KeptAddresses:
         torch.cuda.synchronize()  # steps may still write
         self._saver.pause(self._tag)
 
-    def take(self, num_bytes: int) -> None:
-        """Takes back `num_bytes`, which have any content. Raises EngineError if they are not
-        there; the package would end the process."""
+    def take(self) -> None:
+        """Takes back the memory, which has any content."""
+        self._check_room(self._num_bytes, num_paused=self._num_bytes)
+        self._saver.resume(self._tag)
+
+    def _check_room(self, num_bytes: int, *, num_paused: int = 0) -> None:
+        """Raises EngineError if they are not free; the package would end the process."""
         import torch
 
+        release_gpu_memory()
         free, total = torch.cuda.mem_get_info()
-        if free < num_bytes:
+        if free < num_bytes + SEGMENTS_BYTES:
+            takers = taken_by_others(free, total, num_paused=num_paused)
             raise EngineError(
-                f"the engine cannot wake: it needs {num_bytes / 2**30:.1f} GiB of the GPU for keys "
-                f"and values, found {free / 2**30:.1f} free{taken_by_others(free, total)}. Lower "
-                "engine.kv_cache_tokens."
+                f"the engine needs {num_bytes / 2**30:.1f} GiB of the GPU for its cache, found "
+                f"{free / 2**30:.1f} free{takers}. Lower engine.kv_cache_tokens."
             )
-        self._saver.resume(self._tag)
 
 
 def total_gpu_memory() -> int:
@@ -184,22 +196,19 @@ def total_gpu_memory() -> int:
     return torch.cuda.mem_get_info()[1]
 
 
-def taken_by_others(free: int, total: int) -> str:
+def taken_by_others(free: int, total: int, *, num_paused: int = 0) -> str:
     """Says, after a number of free bytes, which processes hold the rest of this process' GPU. Empty
-    below TAKEN_SHARE. Processes outside of this container have no name here."""
+    below TAKEN_SHARE. Processes outside of this container have no name here. num_paused: bytes that
+    torch counts as its own while they are free."""
     import torch
 
-    taken = total - free - torch.cuda.memory_reserved()
+    taken = total - free - (torch.cuda.memory_reserved() - num_paused)
     if taken < TAKEN_SHARE * total:
         return ""
     gpu = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
     rows = _nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader")
-    others = [
-        f"process {row[1]} ({row[2]})"
-        for row in rows
-        if len(row) == 3 and row[0] == gpu and row[1] != str(os.getpid())
-    ]
-    by = ", ".join(others) or "other processes"
+    others = [r for r in rows if len(r) == 3 and r[0] == gpu and r[1] != str(os.getpid())]
+    by = ", ".join(f"process {row[1]} ({row[2]})" for row in others) or "other processes"
     return (
         f", where {by} took {taken / 2**30:.1f} of {total / 2**30:.1f} GiB: end what you do not "
         "need, or choose another GPU with CUDA_VISIBLE_DEVICES=N"

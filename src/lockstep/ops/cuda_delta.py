@@ -68,7 +68,7 @@ def _run(
     return out, writes
 
 
-@jit("num_queries", "has_state", unaligned=("slots", "stops"))
+@jit("num_queries", "has_state", unaligned=("state", "slots", "stops", "after"))
 def _delta_kernel(
     q,
     k,

@@ -189,7 +189,7 @@ class DeltaRule(torch.autograd.Function):
                 parts = (x[at] for x in (q, k, v, g, beta))
                 solved, end = run(*parts, before, is_last=is_last)
                 out[at], writes[at] = solved.out, solved.writes
-                ends += [] if end is None else [end]
+                ends += [] if end is None or is_last else [end]
             after = _joined(ends)
         ctx.save_for_backward(q, k, v, g.cumsum(-1), beta, writes, *states)
         ctx.chunks = chunks

@@ -499,22 +499,17 @@ def _state_checks(ops: Ops, call: _Call) -> Iterator[str]:
     rowwise, length = STATEFUL[call.op], int(call.args[-1].lengths[0])
     rows, layer = [call.args[i] for i in rowwise], call.args[-2]
     rest = [a for i, a in enumerate(call.args[:-2]) if i not in rowwise]
-    k, v = (rows[i if len(rows) > 2 else 0] for i in (1, 2))
+    # A convolution has a tail alone: its channels are no heads.
+    k, v = rows[1:3] if len(rows) > 2 else (rows[0].new_empty(1, 1, 1),) * 2
     op, keys = getattr(ops, call.op), v.new_empty(0)
     with torch.no_grad():
         full = op(*call.args)
         yield from _alone(call, lambda: [op(*call.args)], [full])
         full = full[:length]
     for count in (3, 1):
-        states = States.zeros(
-            layer + 1,
-            count,
-            heads=(k.shape[1], v.shape[1]),
-            widths=(k.shape[-1], v.shape[-1]),
-            tail=(rest[0].shape[1] - 1, rest[0].shape[0]) if rest else (1, 1),
-            dtype=v.dtype,
-            device=v.device,
-        )
+        of = {"heads": (k.shape[1], v.shape[1]), "widths": (k.shape[-1], v.shape[-1])}
+        of["tail"] = (rest[0].shape[1] - 1, rest[0].shape[0]) if rest else (1, 1)
+        states = States.zeros(layer + 1, count, **of, dtype=v.dtype, device=v.device)
         ends = [min(n * CHUNK, (length - 1) // CHUNK * CHUNK) for n in range(1, count + 1)]
         starts = np.zeros(count, np.int64)
         for stops in (np.array(ends), *(np.array(ends) + i for i in range(1, CHUNK + 2))):

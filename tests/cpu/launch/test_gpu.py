@@ -3,6 +3,7 @@
 import os
 import sys
 import types
+import weakref
 from unittest.mock import Mock, create_autospec
 
 import pytest
@@ -12,13 +13,7 @@ from lockstep import errors
 from lockstep.config import resolve
 from lockstep.errors import ConfigError, EngineError, MissingExtraError
 from lockstep.launch import gpu
-from lockstep.launch.gpu import (
-    KeptAddresses,
-    check_gpu,
-    free_gpu_memory,
-    shows_gpu,
-    taken_by_others,
-)
+from lockstep.launch.gpu import KeptAddresses, check_gpu, free_gpu_memory, shows_gpu
 from lockstep.recipes import find_recipe
 from lockstep.run.build import resolve_device
 
@@ -44,9 +39,8 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: found.capability)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid="aa-bb")
-    )
+    chip = types.SimpleNamespace(uuid="aa-bb")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: chip)
     monkeypatch.setattr(
         gpu.shutil, "which", lambda name: f"/usr/bin/{name}" if name in found.programs else None
     )
@@ -134,9 +128,8 @@ def test_a_machine_that_cannot_compile_c_is_refused_with_what_is_missing(machine
     assert "CC=icc is no program here" in refused()
     monkeypatch.delenv("CC")
     (machine.path / "include/Python.h").unlink()
-    assert (
-        "Python.h is missing. Install Python's headers (apt-get install python3-dev)" in refused()
-    )
+    remedy = "Install Python's headers (apt-get install python3-dev)"
+    assert f"Python.h is missing. {remedy}" in refused()
 
 
 def test_a_gpu_counts_as_there_if_its_driver_is_loaded_and_it_is_not_hidden(tmp_path, monkeypatch):
@@ -178,13 +171,15 @@ def test_what_others_took_of_a_gpu_is_said_with_their_processes(machine, monkeyp
     program.write_text(f"#!{sys.executable}\nprint({rows!r})\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(bin_path))
-    assert taken_by_others(78 * GIB, 80 * GIB) == ""
-    assert taken_by_others(20 * GIB, 80 * GIB) == (
+    assert gpu.taken_by_others(78 * GIB, 80 * GIB) == ""
+    assert gpu.taken_by_others(20 * GIB, 80 * GIB) == (
         ", where process 4711 (60000 MiB) took 60.0 of 80.0 GiB: end what you do not need, or "
         "choose another GPU with CUDA_VISIBLE_DEVICES=N"
     )
     program.unlink()
-    assert ", where other processes took 60.0 of 80.0 GiB" in taken_by_others(20 * GIB, 80 * GIB)
+    assert ", where other processes took 60.0 of 80.0 GiB" in gpu.taken_by_others(
+        20 * GIB, 80 * GIB
+    )
 
 
 def test_the_gpus_free_memory_is_known_before_torch_is_there(machine, monkeypatch):
@@ -207,20 +202,27 @@ def test_memory_is_freed_and_taken_under_tensors_that_keep_their_addresses(machi
     saver = create_autospec(package.entrypoint.TorchMemorySaver, instance=True)
     monkeypatch.setattr(package, "torch_memory_saver", saver)
     monkeypatch.setattr(torch.cuda, "synchronize", Mock())
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 * GIB, 4 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 3 * GIB)  # paused memory too
+    free = [0, 2 * GIB + gpu.SEGMENTS_BYTES]  # torch holds the rest until its cache is released
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.insert(0, free[-1]))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], 6 * GIB))
     memory, other = KeptAddresses(), KeptAddresses()
-    memory.region()
+    memory.region(2 * GIB)
     memory.free()
-    memory.take(2 * GIB)
+    memory.take()
     (tag,) = saver.region.call_args.args
     assert [call[0] for call in saver.method_calls] == ["region", "pause", "resume"]
     assert saver.pause.call_args.args == saver.resume.call_args.args == (tag,)
     torch.cuda.synchronize.assert_called_once_with()
-    with pytest.raises(EngineError, match=r"\b3\.0 GiB.* 2\.0 free"):
-        memory.take(3 * GIB)
-    assert saver.resume.call_count == 1
-    other.region()
-    assert saver.region.call_args.args != (tag,)
+    free[:] = [GIB]
+    with pytest.raises(EngineError, match=r"\b2\.0 GiB.* 1\.0 free, where .* took 4\.0 of 6\.0"):
+        memory.take()
+    with pytest.raises(EngineError, match=r"\b1\.0 GiB.* 1\.0 free"):
+        other.region(GIB)  # an error inside would end the process
+    assert saver.resume.call_count == saver.region.call_count == 1
+    assert other._tag != tag
+    # The end of a pool, even at Python's exit, would end the process with an error.
+    assert weakref.ref(KeptAddresses())() is not None
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -166,6 +166,8 @@ class PagedCache:
         self._shape = (num_layers, model.num_kv_heads, num_pages + 1, page_size, model.key_dim)
         self._dtype, self._device = like.dtype, like.device
         self._tokens = np.zeros((num_pages + 1, page_size), np.int32)
+        self._num_bytes = self._tokens.size * model.cached_per_token * like.itemsize
+        self._num_bytes += (config.max_num_sequences + 1) * model.cached_per_sequence(like.itemsize)
         self.epoch = 0
         self._below: dict[PageNode | int, dict[PageNode, None]] = {}
         """Pages that follow each page. A page below a root begins a path."""
@@ -184,22 +186,21 @@ class PagedCache:
         """Allocates the memory as zeros: a masked place is multiplied by 0 and must be finite."""
         self._free = list(range(self.num_pages, 0, -1))
         if self._is_free and self._addresses is not None:
-            tensors = self._tensors()
-            self._addresses.take(sum(tensor.nbytes for tensor in tensors))
+            self._addresses.take()
             self._is_free = False
-            for tensor in tensors:
+            for tensor in self._tensors():
                 tensor.zero_()
             return
         place = self._dtype, self._device
-        with self._region():
+        with self._region(self._num_bytes):
             self.keys = zeros_on_demand(self._shape, *place)
             self.values = zeros_on_demand(self._shape, *place) if self.has_values else self.keys
             if self.states is not None:
                 self.states.allocate()
         self._allocate_routes()
 
-    def _region(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._addresses is None else self._addresses.region()
+    def _region(self, num_bytes: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._addresses is None else self._addresses.region(num_bytes)
 
     def _tensors(self) -> list[torch.Tensor]:
         routes = [] if self.routes is None else [self.routes]
@@ -219,7 +220,7 @@ class PagedCache:
         if self._no_routes is not None:
             shape = (self.num_pages + 1, self.page_size, *self._no_routes.shape[1:])
             dtype = getattr(torch, self._no_routes.dtype.name)
-            with self._region():
+            with self._region(math.prod(shape) * dtype.itemsize):
                 self.routes = torch.zeros(shape, dtype=dtype, device=self._device)
 
     def deallocate(self) -> bool:

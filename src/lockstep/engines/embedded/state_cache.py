@@ -37,15 +37,12 @@ class StateCache:
     def allocate(self) -> None:
         """Allocates the memory as zeros."""
         at = self._shape
-        self.states = States.zeros(
-            len(at.layers),
-            self._num_running + 1,
-            heads=(at.key_heads, at.value_heads),
-            widths=(at.key_dim, at.value_dim),
-            tail=(at.conv_width - 1, at.channels),
-            dtype=self._dtype,
-            device=self._device,
+        of = {"heads": (at.key_heads, at.value_heads), "widths": (at.key_dim, at.value_dim)}
+        of["tail"], sizes = (
+            (at.conv_width - 1, at.channels),
+            (len(at.layers), self._num_running + 1),
         )
+        self.states = States.zeros(*sizes, **of, dtype=self._dtype, device=self._device)
         of_kept = len(at.layers), self._num_kept
         self._kept_states, self._kept_tails = (
             of.new_zeros(*of_kept, *of.shape[2:]) for of in (self.states.state, self.states.tails)
@@ -69,11 +66,9 @@ class StateCache:
         slot, states = self._free.pop(), self.states
         if key is not None:
             self._kept.move_to_end(key)
-        for running, kept in (
-            (states.state, self._kept_states),
-            (states.tails, self._kept_tails),
-            (states.border_tails, self._kept_tails),
-        ):
+        every = states.state, states.tails, states.border_tails
+        of_kept = self._kept_states, self._kept_tails, self._kept_tails
+        for running, kept in zip(every, of_kept, strict=True):
             running[:, slot] = 0 if key is None else kept[:, self._kept[key]]
         return slot
 
