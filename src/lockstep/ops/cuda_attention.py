@@ -462,7 +462,7 @@ def _through(grad_out: Tensor, out: Tensor) -> Tensor:
 
 def _sink_gradient(grad_out: Tensor, out: Tensor, lse_TH: Tensor, sinks: Tensor) -> Tensor:
     """[H]: -sum exp(sink - lse) dO . O."""
-    share_TH = torch.exp(sinks.float() - lse_TH)
+    share_TH = torch.exp(sinks - lse_TH)  # in float32
     return -(share_TH * _through(grad_out, out)).sum(0).to(sinks.dtype)
 
 

@@ -37,12 +37,15 @@ class StateCache:
     def allocate(self) -> None:
         """Allocates the memory as zeros."""
         at = self._shape
-        of = {"heads": (at.key_heads, at.value_heads), "widths": (at.key_dim, at.value_dim)}
-        of["tail"], sizes = (
-            (at.conv_width - 1, at.channels),
-            (len(at.layers), self._num_running + 1),
+        self.states = States.zeros(
+            len(at.layers),
+            self._num_running + 1,
+            heads=(at.key_heads, at.value_heads),
+            widths=(at.key_dim, at.value_dim),
+            tail=(at.conv_width - 1, at.channels),
+            dtype=self._dtype,
+            device=self._device,
         )
-        self.states = States.zeros(*sizes, **of, dtype=self._dtype, device=self._device)
         of_kept = len(at.layers), self._num_kept
         self._kept_states, self._kept_tails = (
             of.new_zeros(*of_kept, *of.shape[2:]) for of in (self.states.state, self.states.tails)
