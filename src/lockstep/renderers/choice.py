@@ -1,4 +1,5 @@
-"""Chooses the renderer of a model: the format of its architecture, or its own chat template.
+"""Chooses the renderer of a model: the format of its architecture, or its own chat template. And
+makes the template of an exported model, so that other programs send the trained tokens.
 
 Fine-tunes keep the architecture and change the format: Qwen3-Coder writes calls as tags, Qwen3's
 thinking models open each turn with `<think>`, a Llama may speak ChatML. So the format is used only
@@ -7,13 +8,15 @@ if it writes the probes of `proof` as the template does, token for token.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from lockstep.config import tag
-from lockstep.errors import MissingExtraError, RendererError
+from lockstep.config import read_json, tag
+from lockstep.errors import LockstepError, MissingExtraError, RendererError
 from lockstep.renderers.base import Renderer
 from lockstep.renderers.config import (
     ChatMLConfig,
@@ -178,3 +181,78 @@ def _probes(
         is_told = has_tools and (name in WITH_TOOLS or calls)
         dialogue = f"dialogue {name!r}", (messages, tools if is_told else ())
         yield (name, messages[0]) if name in REPLIES else dialogue
+
+
+# -- the chat template of an exported model --------------------------------------------------------
+
+TEMPLATE_FILE = "chat_template.jinja"
+
+
+def write_template(
+    directory: Path, config: RendererConfig, open_tokenizer: Callable[[], Tokenizer]
+) -> tuple[RendererConfig, str]:
+    """Makes the chat template of an exported model write what its run wrote: tools as text, and
+    variables that the run set, become part of it.
+
+    config: the run's renderer. open_tokenizer: opens the tokenizer of the trained model. Returns
+    the renderer for the exported model, and a line for the user, "" if nothing had to change.
+    """
+    variables: dict[str, Any] = {}
+    if isinstance(config, JinjaConfig):
+        variables = dict(config.variables)
+    elif isinstance(config, ChatMLConfig) and not config.enable_thinking:
+        variables = {"enable_thinking": False}
+    own = config if isinstance(config, JinjaConfig) else JinjaConfig()
+    served = replace(own, tools="template", tools_in_prompt=config.tools_in_prompt)
+    line, path, reader = "", directory / TEMPLATE_FILE, config
+    try:
+        tokenizer = open_tokenizer()
+        if library_of(config, tokenizer):
+            return config, ""
+        trained = make_renderer(config, tokenizer)
+        source = read_template(tokenizer, own)[0]
+        form = trained.text_tools if isinstance(trained, JinjaRenderer) else {}
+        if head := _head(form, variables):
+            source = head + source
+            line = f"{path} writes what the run wrote: {', '.join([*variables, *form])} included."
+        if form:
+            line += " vLLM reads its calls with --tool-call-parser hermes."
+        if head or own.template:
+            path.write_text(source, encoding="utf-8")
+            _take_out_others(directory)
+            served = replace(served, template=str(path), variables={})
+            if own is config:
+                reader = replace(served, template="")
+        template = JinjaRenderer(tokenizer, served)
+        calls = has_tools(trained if isinstance(trained, JinjaRenderer) else template)
+        is_declared = config.tools_in_prompt
+        _, found = compare(trained, template, has_tools=calls, is_declared=is_declared)
+    except LockstepError as error:
+        found = str(error)
+    if found:
+        return config, (
+            f"{directory}: with its chat template, other programs send other tokens than the run "
+            f"trained ({found}). Serve the run itself, which sends the same: lockstep serve RUN."
+        )
+    return reader, line
+
+
+def _head(form: dict[str, Any], variables: dict[str, Any]) -> str:
+    """The beginning of a template: variables, which a request may still set, and tools as text.
+
+    Jinja reads Python's literals.
+    """
+    lines = [
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {value!r} %}}{{%- endif %}}\n"
+        for name, value in {**variables, **form}.items()
+    ]
+    overlay = (Path(__file__).parent / "jinja" / "text_tools.jinja").read_text("utf-8")
+    return "".join(lines) + (overlay if form else "")
+
+
+def _take_out_others(directory: Path) -> None:
+    """Takes the template out of tokenizer_config.json, where older programs look first."""
+    path = directory / "tokenizer_config.json"
+    fields = dict(read_json(path, RendererError)) if path.is_file() else {}
+    if fields.pop("chat_template", None) is not None:
+        path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", "utf-8")
