@@ -21,7 +21,7 @@ from lockstep.models import peft_format
 from lockstep.models.locate import locate_model
 from lockstep.ops.contract import TRUE_ON_POLICY, ContractChoice, why_not_same
 from lockstep.renderers.base import Renderer
-from lockstep.renderers.choice import write_template
+from lockstep.renderers.registry import write_template
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.hooks import RunHooks, current_hooks
 from lockstep.run.preflight import (

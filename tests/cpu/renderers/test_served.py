@@ -6,10 +6,9 @@ import pytest
 from made_up_templates import THINKS_AT_ONCE, template
 from test_text_tools import CALLS, DROPS, ECHO, REPLIES, STRICT, SYSTEM, TOKENIZER, USER
 
-from lockstep.renderers.choice import write_template
 from lockstep.renderers.config import ChatMLConfig, JinjaConfig
 from lockstep.renderers.jinja.proof import TOOL
-from lockstep.renderers.registry import make_renderer
+from lockstep.renderers.registry import make_renderer, write_template
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.testing.tokenizers import byte_tokenizer_json
 
