@@ -37,7 +37,7 @@ from lockstep.run_config import Config, ModelChoice
 from lockstep.store.checkpoints import trained_by
 from lockstep.store.run import Run, load_run
 from lockstep.system import keep_freed_memory
-from lockstep.training.distill_config import DistillConfig
+from lockstep.training.config import DistillConfig
 
 if TYPE_CHECKING:
     import torch

@@ -71,7 +71,7 @@ from lockstep.run_config import CONFLICTS, DEFAULT_DTYPES, Config, ModelChoice
 from lockstep.store.checkpoints import RunAddress, checkpoint_of, trained_by
 from lockstep.store.files import why_no_directory
 from lockstep.store.run import load_run, step_of
-from lockstep.training.distill_config import DistillConfig
+from lockstep.training.config import DistillConfig
 from lockstep.types import Message
 
 RENDERER_FILE = "renderer.json"
