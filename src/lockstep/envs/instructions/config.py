@@ -46,7 +46,6 @@ class InstructionsConfig(FileTasks):
     reward = (share followed + (1 if all are followed)) / 2, mean over the turns
     """
 
-    TAG: ClassVar[str] = "instructions"
     may_hold_out_all: ClassVar[bool] = True
 
     path: str = ""
