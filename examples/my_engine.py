@@ -23,11 +23,11 @@ class BigramEngine(Engine):
     """Samples the next id from a row of `logits`: [V, V] float32, previous id to next id."""
 
     def __init__(self, logits: np.ndarray, *, max_tokens: int = 256) -> None:
-        self._logits, self._version = logits, 0
+        self._logits, self.version = logits, 0
         self._may_run, self._is_asleep = asyncio.Event(), False
         self._may_run.set()
         self._stops: dict[str, asyncio.Event] = {}
-        self._capabilities = Capabilities(
+        self.capabilities = Capabilities(
             name="bigram",
             vocab_size=len(logits),
             max_tokens=max_tokens,
@@ -36,14 +36,6 @@ class BigramEngine(Engine):
             has_sleep=True,
             has_score=True,
         )
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     def _logprobs(self, previous: int, temperature: float) -> np.ndarray:
         """[V] float64: log softmax(logits / temperature) of the token after `previous`."""
@@ -69,7 +61,7 @@ class BigramEngine(Engine):
         start = sent = len(path)
         logprobs: list[float] = []
         limit = min(sampling.max_tokens, self.capabilities.max_tokens - start)
-        version = self._version
+        version = self.version
         # A known id needs no memory here: the same seed gives the same tokens again.
         stop = self._stops.setdefault(request.id, asyncio.Event())
 
@@ -92,9 +84,9 @@ class BigramEngine(Engine):
                 if stop.is_set():
                     yield delta("abort")
                     return
-                if version != self._version:  # the tokens so far are a segment of their own
+                if version != self.version:  # the tokens so far are a segment of their own
                     yield delta("weight_update")
-                    version = self._version
+                    version = self.version
                 chosen, logprob = self._draw(path[-1], len(path), request)
                 path.append(chosen)
                 logprobs.append(logprob)
@@ -134,7 +126,7 @@ class BigramEngine(Engine):
         scores = [self._logprobs(int(before), scale)[int(id_)] for before, id_ in pairs]
         values = np.array([np.nan, *scores], np.float32)
         values[:first] = np.nan
-        return Scores(logprobs=values, policy_version=self._version)
+        return Scores(logprobs=values, policy_version=self.version)
 
     async def abort(self, request_id: str) -> None:
         if request_id in self._stops:
@@ -149,7 +141,7 @@ class BigramEngine(Engine):
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         if not isinstance(source, Mapping) or "logits" not in source:
             raise EngineError("expected the named tensor `logits`.")
-        self._logits, self._version = np.asarray(source["logits"]), version
+        self._logits, self.version = np.asarray(source["logits"]), version
 
     async def sleep(self) -> None:
         self._is_asleep = True

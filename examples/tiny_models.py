@@ -22,7 +22,7 @@ from lockstep.envs.docsearch.config import INVALID_CALL, DocSearchConfig, world_
 from lockstep.envs.docsearch.config import TOOL_NAME as SEARCH
 from lockstep.envs.docsearch.worlds import ENTITY_WORDS, NAMES, NO_RESULTS, VALUES, World
 from lockstep.envs.instructions.checkers import LESS_THAN, Instruction, count_words, instruction
-from lockstep.envs.instructions.generated import PromptWorld
+from lockstep.envs.instructions.config import PromptWorld
 from lockstep.envs.math.problems import Made, Operation, chain, word_problem
 from lockstep.recipes import find_recipe, supervised_recipe
 from lockstep.renderers.config import ChatMLConfig, HarmonyConfig

@@ -43,11 +43,11 @@ from lockstep.tinker_config import TinkerConfig
 from lockstep.training.config import (
     CheckpointConfig,
     CriticConfig,
+    DistillConfig,
     HeldOutConfig,
     SFTConfig,
     TrainerConfig,
 )
-from lockstep.training.distill_config import DistillConfig
 
 ComputeDtype = Literal["float32", "bfloat16", "float16"]
 DEFAULT_DTYPES: dict[Device, ComputeDtype] = {"cpu": "float32", "cuda": "bfloat16"}

@@ -13,13 +13,12 @@ from real_templates import IM, TEMPLATES, source_of, write_model
 
 from lockstep.errors import RendererError
 from lockstep.renderers.calls import function_json
-from lockstep.renderers.choice import choose_renderer
 from lockstep.renderers.config import JinjaConfig
 from lockstep.renderers.jinja.proof import WAYS_OUT
 from lockstep.renderers.jinja.renderer import JinjaRenderer
 from lockstep.renderers.jinja.shape import message_dict
 from lockstep.renderers.jinja.template import TemplateRefusal
-from lockstep.renderers.served import write_template
+from lockstep.renderers.registry import choose_renderer, write_template
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.testing import check_renderer
 from lockstep.types import Message, ToolCall, ToolSchema

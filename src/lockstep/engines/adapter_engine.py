@@ -25,7 +25,7 @@ class AdapterEngine(Engine):
         """adapted: the decoder in training, for an engine in this process; None for an engine that
         reads directories in PEFT's form."""
         self._engine, self._name, self._adapted = engine, name, adapted
-        self._version, self._is_loaded = 0, False
+        self.version, self._is_loaded = 0, False
 
     @property
     def capabilities(self) -> Capabilities:
@@ -35,10 +35,6 @@ class AdapterEngine(Engine):
             has_sleep=False,
             weight_sources=("adapter",) if self._adapted is None else ("shared",),
         )
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:
         # Two runs may ask for the same task and sample, and an id names one generation.
@@ -59,7 +55,7 @@ class AdapterEngine(Engine):
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         adapter = source if self._adapted is None else self._adapted
         await self._engine.load_adapter(self._name, adapter, version=version)
-        self._version, self._is_loaded = version, True
+        self.version, self._is_loaded = version, True
 
     async def close(self) -> None:
         """Drops the adapter; requests in flight fail. The engine goes on."""

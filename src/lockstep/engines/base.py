@@ -123,13 +123,9 @@ class Engine(Protocol):
     """The protocol. Subclass it: the methods after `close` have defaults.
     `examples/check_engine.py` tests an implementation."""
 
-    @property
-    def capabilities(self) -> Capabilities: ...
-
-    @property
-    def version(self) -> int:
-        """Policy version of the weights that sample the next token."""
-        ...
+    capabilities: Capabilities
+    version: int
+    """Policy version of the weights that sample the next token."""
 
     def generate(self, request: Request) -> AsyncIterator[Delta]:
         """Samples one reply. Yields at least one delta; the last one has a `finish_reason`.

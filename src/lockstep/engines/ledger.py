@@ -88,15 +88,10 @@ class LedgerEngine(Engine, Generic[E]):
         self._is_paused = self._is_asleep = self._is_closed = False
         self._broken = ""
         """Why the engine cannot answer anything; empty if it can."""
-        self._version = 0
         self._ended: OrderedDict[str, E] = OrderedDict()
         self._waiters: list[asyncio.Future[None]] = []
         self._reported: Counter[str] = Counter()
         self._locks: dict[asyncio.AbstractEventLoop, asyncio.Lock] = {}
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     def take_metrics(self) -> dict[str, float]:
         found = {name: float(self.stats[name] - self._reported[name]) for name in self.EVENTS}

@@ -117,7 +117,8 @@ class Pool(LedgerEngine[_PoolEntry]):
     ) -> None:
         super().__init__()
         self._config, self._on_event = config, on_event
-        self._capabilities = _common([engine.capabilities for engine in engines], names)
+        self.capabilities = _common([engine.capabilities for engine in engines], names)
+        """Features that all replicas have."""
         self._replicas = [
             _Replica(name, engine, engine.version, {engine.version})
             for name, engine in zip(names, engines, strict=True)
@@ -131,11 +132,6 @@ class Pool(LedgerEngine[_PoolEntry]):
         self._watcher: asyncio.Task[None] | None = None
 
     # -- the protocol -------------------------------------------------------------------------
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Features that all replicas have."""
-        return self._capabilities
 
     @property
     def version(self) -> int:
@@ -316,7 +312,7 @@ class Pool(LedgerEngine[_PoolEntry]):
     ) -> None:
         """After a failure: ends the reply if only its end was lost. Raises EngineError if no other
         replica can continue it."""
-        end = ending_of(reply.request, reply.sent_ids, self._capabilities)
+        end = ending_of(reply.request, reply.sent_ids, self.capabilities)
         if reply.is_aborted:
             end = "abort", None
         if end is not None:
@@ -366,7 +362,7 @@ class Pool(LedgerEngine[_PoolEntry]):
             return request
         # An id of its own: the replica that failed may still hold the first one.
         name = f"{request.id}~{num_failed}"
-        asked = rest_of(request, reply.sent_ids, self._capabilities, call_id=name)
+        asked = rest_of(request, reply.sent_ids, self.capabilities, call_id=name)
         if reply.num_sent and request.sampling.record_routes:
             asked = replace(asked, routes_from=len(asked.prompt_ids) - 1)
         return asked

@@ -191,6 +191,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
     def __init__(self, wire: Wire) -> None:
         super().__init__()
         self.wire, self._lease = wire, wire.lease
+        self.version = 0
         self._calls: dict[asyncio.Task[Any], _ServedEntry | None] = {}
         """Running calls, and the request that each is for; None for scores."""
         self._aborts = Background()
@@ -278,7 +279,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
                 self._break(f"loading the weights of version {version} failed", error)
                 raise
             self._broken = ""
-            self._version = version
+            self.version = version
             await self._proceed(drop_cache=True)
 
     async def load_adapter(self, name: str, source: Any, *, version: int) -> None:
@@ -330,7 +331,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
     def _weights_of(self, adapter: str) -> tuple[str, int]:
         """(name on the server, version) of an adapter. An adapter that was not loaded here belongs
         to the server."""
-        return self._adapters.get(adapter, (adapter or self._policy, self._version))
+        return self._adapters.get(adapter, (adapter or self._policy, self.version))
 
     async def check_lease(self) -> None:
         """Raises LeaseError if somebody else has loaded weights, even if they are gone by now, and
@@ -577,7 +578,7 @@ class ServedEngine(LedgerEngine[_ServedEntry]):
             at = int(bad[0])
             raise EngineError(
                 f"{where}: {what} {start + at} (id {int(ids[at])}) has the log-prob {values[at]:g} "
-                f"from engine {self.capabilities.name} (version {self._version}); expected a "
+                f"from engine {self.capabilities.name} (version {self.version}); expected a "
                 f"finite number <= {MAX_LOGPROB:g}. Diverged or half-loaded weights?"
             )
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import torch
 
-from lockstep.engines.base import Capabilities, Engine, EngineContext, Scores
+from lockstep.engines.base import Engine, EngineContext, Scores
 from lockstep.engines.config import EmbeddedConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
 from lockstep.engines.ledger import check_source
@@ -130,7 +130,7 @@ class WorkerEngine(Engine):
             worker.end(seconds=CLOSE_SECONDS)
             raise value
         self._worker, self._lost = worker, ""
-        self._capabilities, self._version = value
+        self.capabilities, self.version = value
         worker.listen(self._deliver, lambda: self._lose(worker.why_ended()))
 
     @property
@@ -138,14 +138,6 @@ class WorkerEngine(Engine):
         return self._worker.pid
 
     # -- the protocol -------------------------------------------------------------------------
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
         number, call = self._send("generate", {"request": request})
@@ -172,7 +164,7 @@ class WorkerEngine(Engine):
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         """Named tensors, or a directory that the worker reads. A worker that dies meanwhile is
         started again, and given them again."""
-        check_source(source, self._capabilities)
+        check_source(source, self.capabilities)
         while True:
             try:
                 await self._load(source, version)
@@ -181,7 +173,7 @@ class WorkerEngine(Engine):
                     raise
                 await self.ping()
             else:
-                self._version = version
+                self.version = version
                 return
 
     async def _load(self, source: Mapping[str, Any] | str | None, version: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from queue import SimpleQueue
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -95,8 +95,6 @@ Reward = Callable[[Episode], Any]
 class CustomConfig(AskedTasks, FileTasks):
     """Your tools, your reward, your tasks. Functions are named by where they are: mytools.py:search
     or package.module:search."""
-
-    TAG: ClassVar[str] = "custom"
 
     tools: tuple[str, ...] = ()
     """Functions that the model may call. It reads their types and docstring."""

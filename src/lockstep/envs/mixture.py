@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, GroupScorer
@@ -30,8 +29,6 @@ class MixtureConfig(TaskConfig):
     All parts share the agent's budgets. Rewards of a part are logged as reward/source/NAME, and
     held-out ones as eval/.../reward/NAME.
     """
-
-    TAG: ClassVar[str] = "mixture"
 
     parts: Mapping[str, TaskConfig] = field(default_factory=dict)
     """name -> task: task.parts.sums=reasoning-gym task.parts.sums.dataset=chain_sum."""

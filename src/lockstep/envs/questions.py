@@ -50,8 +50,6 @@ class _ScoredTasks(AskedTasks, FileTasks):
 class QuestionsConfig(_ScoredTasks):
     """Questions from a file, answered in one reply without tools."""
 
-    TAG: ClassVar[str] = "questions"
-
     def opening(self, task: Task) -> Sequence[Message]:
         return self.dialogue_of(task)
 
@@ -88,8 +86,6 @@ class QuestionEnvironment(ToolEnvironment):
 @dataclass(frozen=True, kw_only=True)
 class MCPConfig(ServerAddress, _ScoredTasks):
     """Tasks from a file, answered with the tools of an MCP server. Needs the extra `mcp`."""
-
-    TAG: ClassVar[str] = "mcp"
 
     tools: tuple[str, ...] = ()
     """Names of the tools that the model gets. Empty: all."""

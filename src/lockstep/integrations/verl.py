@@ -217,21 +217,14 @@ class Servers(Engine):
     def __init__(self, client: Any, *, vocab_size: int, max_tokens: int) -> None:
         """client: the agent loop's `server_manager`."""
         self._client = client
-        self._capabilities = Capabilities(
+        self.version = 0  # the trainer counts its own
+        self.capabilities = Capabilities(
             name="verl",
             vocab_size=vocab_size,
             max_tokens=max_tokens,
             distributions=("model", "tempered", "sampled"),
             weight_sources=(),
         )
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
-    def version(self) -> int:
-        return 0  # the trainer counts its own
 
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
         sampling = request.sampling

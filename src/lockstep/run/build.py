@@ -21,7 +21,7 @@ from lockstep.models import peft_format
 from lockstep.models.locate import locate_model
 from lockstep.ops.contract import TRUE_ON_POLICY, ContractChoice, why_not_same
 from lockstep.renderers.base import Renderer
-from lockstep.renderers.served import write_template
+from lockstep.renderers.registry import write_template
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.hooks import RunHooks, current_hooks
 from lockstep.run.preflight import (
@@ -37,7 +37,7 @@ from lockstep.run_config import Config, ModelChoice
 from lockstep.store.checkpoints import trained_by
 from lockstep.store.run import Run, load_run
 from lockstep.system import keep_freed_memory
-from lockstep.training.distill_config import DistillConfig
+from lockstep.training.config import DistillConfig
 
 if TYPE_CHECKING:
     import torch

@@ -55,7 +55,6 @@ from lockstep.observe.loggers import check_loggers
 from lockstep.ops.contract import TRUE_ON_POLICY, Fingerprint
 from lockstep.recipes.memory_fit import ways_to_fit
 from lockstep.renderers.base import Renderer
-from lockstep.renderers.choice import Choice, choose_renderer
 from lockstep.renderers.config import (
     ChatMLConfig,
     HarmonyConfig,
@@ -64,7 +63,7 @@ from lockstep.renderers.config import (
     RendererConfig,
 )
 from lockstep.renderers.jinja.renderer import JinjaRenderer
-from lockstep.renderers.registry import make_renderer
+from lockstep.renderers.registry import Choice, choose_renderer, make_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.run.hooks import current_hooks
 from lockstep.run.prompts import FirstPrompts
@@ -72,7 +71,7 @@ from lockstep.run_config import CONFLICTS, DEFAULT_DTYPES, Config, ModelChoice
 from lockstep.store.checkpoints import RunAddress, checkpoint_of, trained_by
 from lockstep.store.files import why_no_directory
 from lockstep.store.run import load_run, step_of
-from lockstep.training.distill_config import DistillConfig
+from lockstep.training.config import DistillConfig
 from lockstep.types import Message
 
 RENDERER_FILE = "renderer.json"

@@ -59,7 +59,7 @@ class FakeEngine(Engine):
         """
         self._reply, self._logprob, self._support, self._routes = reply, logprob, support, routes
         self._tokens_per_step, self._step_seconds = tokens_per_step, step_seconds
-        self._capabilities = Capabilities(
+        self.capabilities = Capabilities(
             name="fake",
             vocab_size=vocab_size,
             max_tokens=max_tokens,
@@ -70,7 +70,7 @@ class FakeEngine(Engine):
             has_sleep=True,
             has_routed_experts=routes is not None,
         )
-        self._version = 0
+        self.version = 0
         self._may_run = asyncio.Event()
         self._may_run.set()
         self._aborted: set[str] = set()
@@ -84,14 +84,6 @@ class FakeEngine(Engine):
         self.num_steps = 0
         """Sampling steps so far, over all requests: a test waits for one instead of a time."""
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._capabilities
-
-    @property
-    def version(self) -> int:
-        return self._version
-
     async def generate(self, request: Request) -> AsyncIterator[Delta]:
         if request.id in self._running:
             await self._running[request.id].wait()
@@ -101,7 +93,7 @@ class FakeEngine(Engine):
             return
         if self._is_asleep:
             raise EngineError(f"request {request.id}: the engine sleeps; wake it first.")
-        checked_prompt(request, self._capabilities)
+        checked_prompt(request, self.capabilities)
         self.requests.append(request)
         ended = self._running[request.id] = asyncio.Event()
         self.max_running = max(self.max_running, len(self._running))
@@ -118,13 +110,13 @@ class FakeEngine(Engine):
 
     async def _sample(self, request: Request) -> AsyncIterator[Delta]:
         sampling, start = request.sampling, len(request.prompt_ids)
-        room = min(sampling.max_tokens, self._capabilities.max_tokens - start)
+        room = min(sampling.max_tokens, self.capabilities.max_tokens - start)
         ids = [int(id_) for id_ in self._reply(request)][:room]
         stop = next((id_ for id_ in ids if id_ in sampling.stop_ids), None)
         if stop is not None:
             ids = ids[: ids.index(stop) + 1]
         step = 1 if request.stream else self._tokens_per_step or max(1, len(ids))
-        sent, done, version, routed = 0, 0, self._version, request.routes_from
+        sent, done, version, routed = 0, 0, self.version, request.routes_from
 
         def delta(finish: Any, stop: int | None = None) -> Delta:
             nonlocal sent, routed
@@ -158,9 +150,9 @@ class FakeEngine(Engine):
             if request.id in self._aborted:
                 yield delta("abort")
                 return
-            if version != self._version:
+            if version != self.version:
                 yield delta("weight_update")
-                version = self._version
+                version = self.version
             done = min(len(ids), done + step)
             self.num_steps += 1
             if request.stream and done < len(ids):
@@ -173,7 +165,7 @@ class FakeEngine(Engine):
         values[:first] = [float("nan")] * min(first, len(values))
         return Scores(
             logprobs=np.array(values, np.float32),
-            policy_version=self._version,
+            policy_version=self.version,
             num_prefilled_tokens=max(0, len(token_ids) - 1),
         )
 
@@ -187,7 +179,7 @@ class FakeEngine(Engine):
         self._may_run.set()
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
-        self._version = version
+        self.version = version
 
     async def sleep(self) -> None:
         self._is_asleep = True

@@ -1,4 +1,4 @@
-"""The parts that models, samplers and listings of one server work with."""
+"""The parts that models and samplers of one server work with."""
 
 from __future__ import annotations
 

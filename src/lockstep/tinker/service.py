@@ -35,9 +35,9 @@ EXPIRE_SECONDS = 60.0
 class TinkerService(Resources):
     """Serves `backend` over a store directory, from `start` to `close`.
 
-    `sessions`, `models`, `samplers`, `futures` and `listings` answer the requests: their methods
-    take a JSON body and return the JSON of the answer. They raise Refusal, with an HTTP status, for
-    a request that cannot be done.
+    Its own methods, and those of `sessions`, `models`, `samplers` and `futures`, answer the
+    requests: they take a JSON body and return the JSON of the answer. They raise Refusal, with an
+    HTTP status, for a request that cannot be done.
     """
 
     def __init__(self, *resources: Any, **options: Any) -> None:
@@ -45,7 +45,6 @@ class TinkerService(Resources):
         super().__init__(*resources, **options)
         self.samplers = Samplers(self)
         self.models = Models(self, self.samplers)
-        self.listings = Listings(self, self.models)
         self._background = Background()
 
     # -- life -------------------------------------------------------------------------------------
@@ -156,32 +155,27 @@ class TinkerService(Resources):
             "checkpoints": sum(1 for _ in self.store.of_model()),
         }
 
-
-class Listings:
-    """Answers questions about stored models and checkpoints, and deletes checkpoints."""
-
-    def __init__(self, resources: Resources, models: Models) -> None:
-        self._resources, self._store, self._models = resources, resources.store, models
+    # -- stored models and checkpoints ------------------------------------------------------------
 
     def capabilities(self, body: Value) -> dict[str, Any]:
         can = {"trainable": True, "sampleable": True}
         models = [
             {"model_name": base.name, "max_context_length": base.max_tokens, **can}
-            for base in self._resources.bases.values()
+            for base in self.bases.values()
         ]
         return {"supported_models": models}
 
     def weights_info(self, body: Value) -> dict[str, Any]:
-        spec = self._store.find(body["tinker_path"].text()).spec
+        spec = self.store.find(body["tinker_path"].text()).spec
         names = ("base_model", "train_unembed", "train_mlp", "train_attn")
         return {name: spec[name] for name in names} | adapter_of(spec)
 
     def training_run(self, body: Value, model_id: str) -> dict[str, Any]:
-        model = self._models.known.get(model_id)
+        model = self.models.known.get(model_id)
         if model is None:
             raise not_found(f"training run {model_id[:200]!r} is not known.")
         latest: dict[str, dict[str, Any]] = {}
-        for checkpoint in self._store.of_model(model_id):
+        for checkpoint in self.store.of_model(model_id):
             latest.setdefault(_kind(checkpoint), _described(checkpoint))
         return {
             "training_run_id": model.id,
@@ -196,12 +190,12 @@ class Listings:
         }
 
     def training_runs(self, body: Value) -> dict[str, Any]:
-        ids, cursor = _page([*self._models.known][::-1], body)
+        ids, cursor = _page([*self.models.known][::-1], body)
         return {"training_runs": [self.training_run(body, each) for each in ids], "cursor": cursor}
 
     def checkpoints(self, body: Value, model_id: str | None = None) -> dict[str, Any]:
         """Lists the checkpoints of a model, or a page of all."""
-        found = list(self._store.of_model(model_id))
+        found = list(self.store.of_model(model_id))
         if model_id is not None:
             self.training_run(body, model_id)
             body = Value({"limit": max(1, len(found))})
@@ -209,12 +203,14 @@ class Listings:
         return {"checkpoints": [_described(each) for each in found], "cursor": cursor}
 
     def delete(self, body: Value, model_id: str, segment: str, name: str) -> dict[str, Any]:
-        self._store.delete(self._store.find(f"{SCHEME}{model_id}/{segment}/{name}"))
+        """Deletes a checkpoint."""
+        self.store.delete(self.store.find(f"{SCHEME}{model_id}/{segment}/{name}"))
         return {}
 
     def set_ttl(self, body: Value, model_id: str, segment: str, name: str) -> dict[str, Any]:
-        checkpoint = self._store.find(f"{SCHEME}{model_id}/{segment}/{name}")
-        self._store.set_ttl(checkpoint, check_ttl(body["ttl_seconds"]))
+        """Sets how long a checkpoint lives."""
+        checkpoint = self.store.find(f"{SCHEME}{model_id}/{segment}/{name}")
+        self.store.set_ttl(checkpoint, check_ttl(body["ttl_seconds"]))
         return {}
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from lockstep.engines.base import Engine
 from lockstep.errors import AlignmentError, EngineError, LockstepError, named
-from lockstep.training.distill_config import DistillConfig
+from lockstep.training.config import DistillConfig
 from lockstep.training.trainer import Distillation, Metrics, Trainer
 from lockstep.types import Group, Sample
 

@@ -36,7 +36,7 @@ from lockstep.objectives.distillation import vocabulary_kl
 from lockstep.objectives.losses import LossFn, TokenBatch, TokenLoss, make_loss, with_teacher
 from lockstep.ops.context import take_rows
 from lockstep.ops.contract import Fingerprint, check_rows
-from lockstep.training.config import TrainerConfig
+from lockstep.training.config import DistillConfig, TrainerConfig
 from lockstep.training.correcting import (
     WEIGHTS,
     Scored,
@@ -49,7 +49,6 @@ from lockstep.training.correcting import (
     measure_batch,
     weigh_scored,
 )
-from lockstep.training.distill_config import DistillConfig
 from lockstep.training.expert_load import count_rows, router_aux_loss
 from lockstep.training.learner import MAX_NAMED_ROWS, Learner, Metrics
 from lockstep.training.packing import PackedBatch, split_updates, unpack_rows

@@ -24,9 +24,12 @@ from lockstep.envs.instructions.checkers import (
     instruction,
     sentences,
 )
-from lockstep.envs.instructions.config import InstructionsConfig
-from lockstep.envs.instructions.generated import PromptWorld, are_compatible
-from lockstep.envs.instructions.published import read_published
+from lockstep.envs.instructions.config import (
+    InstructionsConfig,
+    PromptWorld,
+    are_compatible,
+    read_published,
+)
 from lockstep.errors import ConfigError, DataError, MissingExtraError
 from lockstep.recipes import find_recipe, find_supervised_recipe
 from lockstep.types import Message, ToolCall

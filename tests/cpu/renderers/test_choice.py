@@ -8,7 +8,6 @@ from made_up_templates import BRACKETS, CHATML, COUNTS, HOSTILE, QWEN3_TOOLS, te
 
 from lockstep import errors
 from lockstep.errors import MissingExtraError, RendererError
-from lockstep.renderers.choice import choose_renderer
 from lockstep.renderers.config import (
     ChatMLConfig,
     HarmonyConfig,
@@ -19,6 +18,7 @@ from lockstep.renderers.config import (
 from lockstep.renderers.harmony import HARMONY_TOKENS
 from lockstep.renderers.llama3 import LLAMA3_TOKENS
 from lockstep.renderers.mistral import MISTRAL_TOKENS
+from lockstep.renderers.registry import choose_renderer
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.testing.tokenizers import CHATML_TOKENS, byte_tokenizer_json
 

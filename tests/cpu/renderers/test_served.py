@@ -8,8 +8,7 @@ from test_text_tools import CALLS, DROPS, ECHO, REPLIES, STRICT, SYSTEM, TOKENIZ
 
 from lockstep.renderers.config import ChatMLConfig, JinjaConfig
 from lockstep.renderers.jinja.proof import TOOL
-from lockstep.renderers.registry import make_renderer
-from lockstep.renderers.served import write_template
+from lockstep.renderers.registry import make_renderer, write_template
 from lockstep.renderers.tokenizer import Tokenizer
 from lockstep.testing.tokenizers import byte_tokenizer_json
 

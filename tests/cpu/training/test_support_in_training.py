@@ -11,7 +11,7 @@ from tiny_training import VOCAB, make_rows, make_trainer
 from lockstep.errors import AlignmentError, TokenError
 from lockstep.objectives.config import Reinforce
 from lockstep.ops.context import PackedContext
-from lockstep.training.distill_config import DistillConfig, TeacherConfig
+from lockstep.training.config import DistillConfig, TeacherConfig
 from lockstep.training.packing import pack, plan_microbatches, split_updates
 from lockstep.training.trainer import Distillation
 from lockstep.types import Ragged, Sample

@@ -10,7 +10,7 @@ from tiny_training import make_rows, make_trainer
 from lockstep.engines.base import Engine, Scores
 from lockstep.errors import AlignmentError, ConfigError, EngineError
 from lockstep.objectives.config import PPOClip
-from lockstep.training.distill_config import DistillConfig, TeacherConfig
+from lockstep.training.config import DistillConfig, TeacherConfig
 from lockstep.training.teachers import Teachers
 from lockstep.types import Group, Task
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from lockstep.config import Checked, Interval, at_least, check_key, require
+from lockstep.config import Checked, Form, Interval, at_least, check_key, require
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig(Checked):
     """Address of the gateway, and limits of one request."""
 
-    host: str = "127.0.0.1"
+    host: Annotated[str, Form(".+", "an address; 127.0.0.1 is this machine alone")] = "127.0.0.1"
     """Address to listen on. Any other than this machine's own needs a key (LOCKSTEP_KEY)."""
     port: Annotated[int, Interval("[0, 65536)")] = 0
     """0 takes a free one, which is printed."""
     certificate: tuple[str, ...] = ()
     """Files of a TLS certificate with its chain and of its private key, as PEM; one file may have
     both. The server then speaks https alone. Empty speaks http."""
-    names: tuple[str, ...] = ()
+    names: Annotated[tuple[str, ...], Form(".+", "names that are not empty")] = ()
     """Names of the model besides its own, for agents that have a name built in; "*" answers to any.
     """
     max_body_bytes: Annotated[int, at_least(1024)] = 64 * 1024 * 1024
@@ -46,9 +46,5 @@ class GatewayConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            self,
-            host=(bool(self.host), "an address; 127.0.0.1 is this machine alone"),
-            names=(all(self.names), "names that are not empty"),
-            certificate=(len(self.certificate) <= 2, "CERTIFICATE, or CERTIFICATE,KEY"),
-        )
+        is_pair = len(self.certificate) <= 2
+        require(self, certificate=(is_pair, "CERTIFICATE, or CERTIFICATE,KEY"))

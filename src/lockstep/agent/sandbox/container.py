@@ -10,7 +10,7 @@ import secrets
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from lockstep.agent.sandbox.process import Launch, _ProcessConfig, inside_arguments, said_by
 from lockstep.children import own_variables
@@ -28,8 +28,6 @@ _NAME = Form("[^-].*", "a name, and no option")
 class ContainerConfig(_ProcessConfig):
     """CPython in a container of docker or podman, for images with your own packages: no network, no
     capabilities, user nobody, only /tmp is writable."""
-
-    TAG: ClassVar[str] = "container"
 
     command: Annotated[str, _NAME] = "docker"
     """Path or name of docker or podman."""

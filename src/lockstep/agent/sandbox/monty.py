@@ -67,8 +67,6 @@ class MontyConfig(SandboxConfig):
     """The interpreter `monty`: its own small Python without files, sockets or processes. Fast and
     deterministic, for calculations."""
 
-    TAG: ClassVar[str] = "monty"
-
     max_depth: ClassVar[int] = 500
     """Depth of nested calls."""
     max_session_mib: ClassVar[int] = 16

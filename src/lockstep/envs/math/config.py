@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.environment import Environment, Observation, Score, first_messages
@@ -42,8 +42,6 @@ class MathConfig(AskedTasks, HeldOutTasks):
 
     reward = correctness_weight * correctness + format_weight * format
     """
-
-    TAG: ClassVar[str] = "math"
 
     source: Source = "arithmetic"
     """arithmetic: endless generated word problems of two or three steps. chain: endless generated
@@ -180,8 +178,6 @@ class RetoolConfig(MathConfig):
 
     The code runs in a sandbox. The model reads its output, errors included.
     """
-
-    TAG: ClassVar[str] = "retool"
 
     source: Source = "chain"
     """Source of the problems, as in `math`. chain: endless generated products of larger numbers

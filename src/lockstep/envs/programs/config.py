@@ -72,8 +72,6 @@ class ConnectConfig(_AgentTasks):
     """Agents that run somewhere else and connect: each claims a task (POST /claim), plays it over
     HTTP, posts its reward, finishes its session, and claims the next one."""
 
-    TAG: ClassVar[str] = "connect"
-
     wait_seconds: Annotated[float, ABOVE_0] = 3600.0
     """Seconds that an episode waits for an agent to claim it, and then fails. agent.max_seconds
     counts from the claim."""

@@ -35,8 +35,6 @@ class VerifiersConfig(HeldOutTasks):
     names.
     """
 
-    TAG: ClassVar[str] = "verifiers"
-
     taskset: str = ""
     """Id of an installed taskset: gsm8k-v1, OWNER/NAME, or a module name."""
     settings: Mapping[str, Any] = field(default_factory=dict)
