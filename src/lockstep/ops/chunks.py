@@ -380,11 +380,10 @@ class StateStep:
         )
 
     @classmethod
-    def of_rows(
-        cls, states: States, slots: Tensor, offsets: Tensor, full: Tensor, full_slots: Tensor
-    ) -> StateStep:
-        """Rows alone, over tensors of the device whose values may change, as a graph's do. full,
-        full_slots [F]: may name a row that ends no chunk with a slot that nothing reads."""
+    def of_rows(cls, states: States, slots: Tensor, offsets: Tensor, unread_slot: int) -> StateStep:
+        """Rows alone, over tensors of the device whose values may change, as a graph's do, for ops
+        with one kernel for a chunk. Rows that end no chunk write their border's tail to
+        `unread_slot`."""
         tail, row = states.tails.shape[2], torch.arange(len(slots), device=slots.device)
         before = row[:, None] * tail + torch.arange(tail, device=slots.device)
         window = torch.cat([before, len(slots) * tail + row[:, None]], 1)
@@ -392,14 +391,14 @@ class StateStep:
             states,
             slots,
             offsets,
-            full=full if len(full) else None,
-            full_slots=full_slots,
+            full=None,
+            full_slots=slots[:0],
             chunks=None,
             last_places=slots[:0],
             taps=window.t(),
             tails=window[:, 1:],
-            borders=window.index_select(0, full)[:, 1:],
-            bordering=full_slots,
+            borders=window[:, 1:],
+            bordering=torch.where(offsets == CHUNK - 1, slots, unread_slot),
         )
 
 

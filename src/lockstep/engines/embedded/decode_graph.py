@@ -143,7 +143,7 @@ class DecodeGraphs:
         self._adapters = adapters or AdapterStacks()
         self._read: tuple[object, ...] = ()
         """The objects that the graphs were captured over."""
-        self._replays: dict[tuple[int, DrawRule | None, int], Replay] = {}
+        self._replays: dict[tuple[int, DrawRule | None], Replay] = {}
         self._rules: list[DrawRule] = []
         self._num_changes = -1
         """State of the rows that was sent."""
@@ -172,10 +172,10 @@ class DecodeGraphs:
             self._read = read
             self._make_tensors(model)
         size, rule = graph_size(rows.num, len(rows.last_ids)), self.captured_rule()
-        num_full = self._send(size, ahead=int(drawn_ids is not None))
+        self._send(size, ahead=int(drawn_ids is not None))
         if drawn_ids is not None:
             self._inputs.device["ids"][: rows.num].copy_(drawn_ids)
-        if (key := (size, rule, num_full)) not in self._replays:
+        if (key := (size, rule)) not in self._replays:
             self._replays[key] = self._capture(partial(self._body, model, *key))
         self._replays[key]()
         return (None, self._hidden[: rows.num]) if rule is None else (self._draws_of(size), None)
@@ -198,8 +198,6 @@ class DecodeGraphs:
             "positions": (np.int64, C),
             "write_index": (np.int64, C),
             "uniform": (np.float32, C),
-            "full": (np.int64, C),
-            "full_slots": (np.int64, C),
             "lengths": (np.int32, C),
             # sent when the rows change
             "slots": (np.int64, C),
@@ -231,10 +229,9 @@ class DecodeGraphs:
             self._rules.append(rule)
         return rule if rule in self._rules else None
 
-    def _send(self, size: int, *, ahead: int) -> int:
-        """Sends the inputs of the next step, or of the one `ahead` of it: how many rows at most end
-        a chunk of linear attention. Rows past the last one feed id 0 at position 0, and write to a
-        page and a slot that no other row reads."""
+    def _send(self, size: int, *, ahead: int) -> None:
+        """Sends the inputs of the next step, or of the one `ahead` of it. Rows past the last one
+        feed id 0 at position 0, and write to a page and a slot that no other row reads."""
         rows, host, n = self._rows, self._inputs.host, self._rows.num
         at, page_size = rows.positions[:n] + ahead, rows.page_size
         self._inputs.wait()
@@ -246,16 +243,11 @@ class DecodeGraphs:
         _fill(host["write_index"], written, unread, size)
         _fill(host["uniform"], uniforms(rows.streams[:n], at + 1), 0, size)
         _fill(host["lengths"], at + 1, 1, size)
-        num_full = 0
         if (states := self._cache.states) is not None:
-            full = np.flatnonzero((at + 1) % CHUNK == 0)
-            num_full = graph_size(len(full), size) if len(full) else 0
-            _fill(host["full"], full, 0, num_full)
-            _fill(host["full_slots"], rows.slots[full], states.unread_slot, num_full)
             _fill(host["slots"], rows.slots[:n], states.unread_slot, size)
         if self._num_changes == rows.num_changes and (at % SPLIT_KEYS).all():
             self._inputs.send("lengths")
-            return num_full
+            return
         self._num_changes = rows.num_changes
         _fill(host["top_k"], rows.top_k[:n], 0, size)
         _fill(host["top_p"], rows.top_p[:n], 1, size)
@@ -279,9 +271,8 @@ class DecodeGraphs:
         host["pages"][1 : 1 + pages.size] = pages.reshape(-1) * page_size
         _fill(host["page_starts"], 1 + np.arange(n) * pages.shape[1], 0, size)
         self._inputs.send("pages", num_unused=len(host["pages"]) - 1 - pages.size)
-        return num_full
 
-    def _body(self, model: Decoder, size: int, rule: DrawRule | None, num_full: int) -> None:
+    def _body(self, model: Decoder, size: int, rule: DrawRule | None) -> None:
         """One step of the first `size` rows, over the static tensors."""
         cache, sent = self._cache, self._inputs.device
         num_items, num_slots = self._capacity(size)
@@ -300,10 +291,9 @@ class DecodeGraphs:
         )
         write_index = sent["write_index"][:size]
         states = None
-        if cache.states is not None:
+        if (held := cache.states) is not None:
             slots, offsets = sent["slots"][:size], sent["positions"][:size] % CHUNK
-            full = (sent[name][:num_full] for name in ("full", "full_slots"))
-            states = StateStep.of_rows(cache.states.states, slots, offsets, *full)
+            states = StateStep.of_rows(held.states, slots, offsets, held.unread_slot)
         context = PagedContext(cache.keys, cache.values, write_index, work=work, states=states)
         routing = None if cache.routes is None else Routing()
         adapters = self._adapter_rows(size) if self._shapes else None
