@@ -264,7 +264,7 @@ class Ops:
         rounded to x's dtype, any other after it.
         """
         if weight.dtype != x.dtype:
-            return self.rms_norm(x.float(), weight, eps).to(x.dtype)
+            return Ops.rms_norm(self, x.float(), weight, eps).to(x.dtype)
         if x.device.type == "cpu":
             if torch.is_grad_enabled():
                 return RmsNorm.apply(x, weight, eps)  # pyright: ignore[reportReturnType]

@@ -148,8 +148,6 @@ class CudaOps(GemmOps):
         return _run(kernels.combine, super().combine, out, weights)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if weight.dtype != x.dtype:
-            return super().rms_norm(x, weight, eps)
         stock = partial(super().rms_norm, eps=eps)
         return _run(partial(kernels.rms_norm, eps=eps), stock, x, weight)
 
@@ -170,12 +168,12 @@ class CudaOps(GemmOps):
     def norm_linear(
         self, x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
     ) -> Tensor:
-        if not _is_fused(x) or norm.dtype != x.dtype:
+        if not _is_fused(x):
             return super().norm_linear(x, norm, eps, weight, bias)
         return kernels.gemm(x, weight, bias, self.tiles, norm=(self._squares_of(x), norm, eps))
 
     def norm_swiglu(self, x: Tensor, norm: Tensor, eps: float, weight: Tensor) -> Tensor:
-        if not _is_fused(x) or norm.dtype != x.dtype:
+        if not _is_fused(x):
             return super().norm_swiglu(x, norm, eps, weight)
         norms = (self._squares_of(x), norm, eps)
         return kernels.gemm(x, weight, None, self.tiles, norm=norms, is_gated=True)
@@ -199,9 +197,8 @@ class CudaOps(GemmOps):
         self, qkv: Tensor, rotary: Rotary, spec: AttentionSpec, context: Context
     ) -> Tensor:
         cos, sin, _, norms, eps = rotary
-        is_wide = norms is not None and norms[0].dtype != qkv.dtype
         is_part = cos.shape[-1] < qkv.shape[-1]
-        if is_wide or is_part or not (_is_fused(qkv) and isinstance(context, PagedContext)):
+        if is_part or not (_is_fused(qkv) and isinstance(context, PagedContext)):
             return super().rotary_attention(qkv, rotary, spec, context)
         pages = context.keys[spec.layer], context.values[spec.layer]
         q = kernels.rotate_and_write(qkv, cos, sin, norms, eps, *pages, context.write_index)

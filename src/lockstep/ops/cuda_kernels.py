@@ -382,13 +382,15 @@ def _inverse_rms(sum_of_squares, eps, D: tl.constexpr):
 
 @jit()
 def _normed(x, inverse, scale):
-    """Rounded after the norm and again after the scale, like `Ops`."""
-    value = (x.to(tl.float32) * inverse).to(x.dtype)
-    return (value.to(tl.float32) * scale.to(tl.float32)).to(x.dtype)
+    """Rounded after the norm if the scale has x's type, and again after the scale, like `Ops`."""
+    value = x.to(tl.float32) * inverse
+    if scale.dtype == x.dtype:
+        value = value.to(x.dtype).to(tl.float32)
+    return (value * scale.to(tl.float32)).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `Ops.rms_norm`. Rounded after the norm and again after the scale, like `Ops`."""
+    """See `Ops.rms_norm`."""
     D = x.shape[-1]
     x_MD = aligned(x.reshape(-1, D))
     out = torch.empty_like(x_MD)

@@ -255,10 +255,11 @@ def test_rows_that_share_tokens_have_the_bits_and_the_gradients_of_copies():
 class Cache:
     """Pages of one layer or several, handed out in random order and full of NaN until written."""
 
-    def __init__(self, lengths, page_size, key_heads, width, layers=1):
+    def __init__(self, lengths, page_size, key_heads, width, layers=1, dtype=None):
         counts = [-(-n // page_size) for n in lengths]
         shape = (layers, key_heads, sum(counts) + 1, page_size, width)
-        self.keys, self.values = torch.full(shape, np.nan), torch.full(shape, np.nan)
+        self.keys = torch.full(shape, np.nan, dtype=dtype)
+        self.values = self.keys.clone()
         order = 1 + torch.randperm(sum(counts), generator=torch.Generator().manual_seed(7))
         self.pages, self.page_size = list(order.split(counts)), page_size
 
@@ -339,33 +340,45 @@ def test_one_piece_has_the_bits_of_splits_that_are_combined(num_programs, width,
 # -- ops at once ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [1, 70])
-def test_a_layers_ops_at_once_have_the_bits_of_their_parts(rows):
-    x, residual, weight = rand(rows, 72), rand(rows, 72, seed=1), rand(96, 72, seed=2)
-    norm, out_weight = rand(72, seed=3), rand(72, 72, seed=4)
+def test_a_float32_norm_scales_before_the_result_is_rounded():
+    x, weight = rand(64, 72).half(), rand(72, seed=1)
+    wanted = torch.nn.functional.rms_norm(x.double(), (72,), weight.double(), 1e-5)
     with torch.no_grad():
-        stream = OPS.add_linear(residual, x, out_weight, norm)
-        assert torch.equal(stream, residual + OPS.linear(x, out_weight, norm))
+        found = OPS.rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(found.double(), wanted, rtol=1.01 * 2**-11, atol=0)  # one rounding
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(1, torch.float32), (70, torch.float32), (70, torch.float16)]
+)
+def test_a_layers_ops_at_once_have_the_bits_of_their_parts(rows, dtype):
+    shapes = [(rows, 72), (rows, 72), (96, 72), (72, 72), (96,), (72,)]
+    x, residual, weight, out_weight, bias, out_bias = (
+        rand(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes)
+    )
+    norm = rand(72, seed=6)
+    with torch.no_grad():
+        stream = OPS.add_linear(residual, x, out_weight, out_bias)
+        assert torch.equal(stream, residual + OPS.linear(x, out_weight, out_bias))
         # The squares come from the product before, and are summed anew for another tensor.
         for found in (stream, stream.clone()):
             normed = OPS.rms_norm(found, norm, 1e-5)
-            expected = OPS.linear(normed, weight, rand(96, seed=5))
-            assert torch.equal(
-                OPS.norm_linear(found, norm, 1e-5, weight, rand(96, seed=5)), expected
-            )
+            expected = OPS.linear(normed, weight, bias)
+            assert torch.equal(OPS.norm_linear(found, norm, 1e-5, weight, bias), expected)
             expected = OPS.swiglu(OPS.linear(normed, weight))
             assert torch.equal(OPS.norm_swiglu(found, norm, 1e-5, weight), expected)
 
 
 @pytest.mark.parametrize("has_norms", [True, False])
-def test_queries_and_keys_are_rotated_and_written_as_by_their_parts(has_norms):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_queries_and_keys_are_rotated_and_written_as_by_their_parts(has_norms, dtype):
     H, G, D, lengths = 6, 2, 24, [33, 5]
-    qkv = rand(38, H + 2 * G, D)
+    qkv = rand(38, H + 2 * G, D).to(dtype)
     cos, sin = rand(38, 1, D, seed=1), rand(38, 1, D, seed=2)
     rotary = Rotary(cos, sin, H, (rand(D, seed=3), rand(D, seed=4)) if has_norms else None, 1e-5)
     found = []
     for ops_class in (Ops, type(OPS)):
-        cache = Cache(lengths, 16, G, D)
+        cache = Cache(lengths, 16, G, D, dtype=dtype)
         context = cache.context([(0, 0, 33), (1, 0, 5)], H)
         spec = AttentionSpec(rand(H, seed=5), 20, 0.3)
         with torch.no_grad():
