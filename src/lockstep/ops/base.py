@@ -391,22 +391,18 @@ class Ops:
         return torch.cat(out).to(dtype)
 
     def delta_chunks(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        state: Tensor | None,
-        *,
-        is_last: bool = False,
+        self, parts: Sequence[Tensor], state: Tensor | None, *, is_last: bool = False
     ) -> tuple[delta.Solved, Tensor | None]:
-        """(chunks [n], states after them [n, H, K, V]) of the chunks' tokens and the states before;
-        shapes as in `delta.solve`, g before its sum. is_last: no state after them is needed."""
-        if self.reads_work(v.device):
+        """(chunks [n], states after them [n, H, K, V]) of the chunks' tokens and the states before.
+
+        parts: (q, k, v, g, beta) as `delta.DeltaRule` has them, of n chunks. is_last: no state
+        after them is needed.
+        """
+        if self.reads_work(parts[0].device):
             from lockstep.ops import cuda_delta
 
-            return cuda_delta.run_chunks(q, k, v, g, beta, state)
+            return cuda_delta.run_chunks(parts, state)
+        q, k, v, g, beta = parts
         c = g.cumsum(-1)
         solved = delta.solve(q, k, v, c, beta, state, self.matmul)
         if is_last:

@@ -23,14 +23,13 @@ Tensor = torch.Tensor
 VALUES = 32  # columns of the state in one program
 
 
-def run_chunks(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
-) -> tuple[Solved, Tensor]:
+def run_chunks(parts: Sequence[Tensor], state: Tensor | None) -> tuple[Solved, Tensor]:
     """See `Ops.delta_chunks`."""
+    q, k, v, _, beta = parts
     n, H, C, V = v.shape
     every = torch.arange(n, device=v.device), torch.full((n,), C, device=v.device)
     after = v.new_empty(n, H, k.shape[3], V)
-    out, writes = _run(q, (k, v, g, beta), state, *every, after)
+    out, writes = _run(q, parts[1:], state, *every, after)
     return Solved(out, writes, {"values": v, "strengths": beta}), after
 
 

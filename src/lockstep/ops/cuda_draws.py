@@ -17,6 +17,16 @@ from lockstep.ops.cuda_kernels import VOCABULARY_BLOCK, aligned, jit, launch, tl
 Tensor = torch.Tensor
 
 
+@jit()
+def _sum_of_row(probs, row, V: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    total = tl.zeros((), tl.float32)
+    for start in range(0, V, BLOCK):
+        at = start + column
+        total += tl.sum(tl.load(probs + row * V + at, mask=at < V, other=0.0), 0)
+    return total
+
+
 def draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """See `Ops.draw`."""
     B, V = probs_BV.shape
@@ -30,11 +40,7 @@ def draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
 def _draw_kernel(probs, uniform, ids, V: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    total = tl.zeros((), tl.float32)
-    for start in range(0, V, BLOCK):
-        at = start + column
-        total += tl.sum(tl.load(probs + row * V + at, mask=at < V, other=0.0), 0)
-    target = total * tl.load(uniform + row)
+    target = _sum_of_row(probs, row, V, BLOCK) * tl.load(uniform + row)
     before = tl.zeros((), tl.float32)
     first = tl.full((), V, tl.int32)  # the first id that exceeds the target
     last = tl.zeros((), tl.int32)  # the last possible id, in case rounding leaves no first
@@ -61,11 +67,7 @@ def nucleus(probs_BV: Tensor, top_p_B: Tensor) -> Tensor:
 def _nucleus_kernel(probs, top_p, is_kept, V: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    total = tl.zeros((), tl.float32)
-    for start in range(0, V, BLOCK):
-        at = start + column
-        total += tl.sum(tl.load(probs + row * V + at, mask=at < V, other=0.0), 0)
-    most = total * tl.load(top_p + row)
+    most = _sum_of_row(probs, row, V, BLOCK) * tl.load(top_p + row)
     before = tl.zeros((), tl.float32)
     for start in range(0, V, BLOCK):
         at = start + column

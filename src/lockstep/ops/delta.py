@@ -186,8 +186,8 @@ class DeltaRule(torch.autograd.Function):
             for at, here in _pieces(level, v):
                 before = None if state is None else state[here]
                 is_last = number + 1 == len(chunks.levels)
-                parts = (x[at] for x in (q, k, v, g, beta))
-                solved, end = run(*parts, before, is_last=is_last)
+                parts = [x[at] for x in (q, k, v, g, beta)]
+                solved, end = run(parts, before, is_last=is_last)
                 out[at], writes[at] = solved.out, solved.writes
                 ends += [] if end is None or is_last else [end]
             after = _joined(ends)
@@ -305,7 +305,7 @@ def over_chunks(
 def prefill(parts: Sequence[Tensor], *, layer: int, step: StateStep, run: RunChunks) -> Tensor:
     """The rule over the parts of prompts, chunk by chunk from each sequence's state; what their
     sequences go on from is kept. Shapes as in `DeltaRule.forward`."""
-    (q, k, v, g, beta), chunks, states = parts, step.chunks, step.states
+    (_, k, v, g, _), chunks, states = parts, step.chunks, step.states
     assert chunks is not None, "a step without prompts has no chunks"
     slots = step.slots[step.num_rows :]
     out = torch.empty_like(v)
@@ -318,7 +318,7 @@ def prefill(parts: Sequence[Tensor], *, layer: int, step: StateStep, run: RunChu
         if level.num_parents:
             state = _parent_states(after, level)
         assert state is not None, "a sampler's sequence has a state"
-        found, after = run(q[at], k[at], v[at], g[at], beta[at], state)
+        found, after = run([x[at] for x in parts], state)
         out[at] = found.out
         solved.append(found)
         befores.append(state)

@@ -721,8 +721,8 @@ class EmbeddedEngine(LedgerEngine[Sequence]):
         return source
 
     def _test_ops(self, name: str, adapted: Decoder) -> None:
-        """True if an adapter of these shapes has the same bits in any batch on this machine. The
-        contract was proved earlier, without these shapes."""
+        """Raises CapabilityError unless an adapter of these shapes has the same bits in any batch
+        on this machine. The contract was proved earlier, without these shapes."""
         model = self._model
         assert adapted.lora is not None, "checked before"
         shapes = product_shapes(adapted.lora, model.config)

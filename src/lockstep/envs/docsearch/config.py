@@ -22,10 +22,10 @@ from lockstep.types import Message, Task
 TOOL_NAME = "get_document_chunks"
 INSTRUCTIONS = "Search, then answer."
 INVALID_CALL = "error: invalid call"
+"""Result of a call that could not be run, in a generated world."""
 OVERLAP_CHARS = 80
 """Characters that a chunk repeats from the end of the one before, in whole words; at most a quarter
 of the largest chunk."""
-"""Result of a call that could not be run, in a generated world."""
 
 
 @dataclass(frozen=True, kw_only=True)
