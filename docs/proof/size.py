@@ -21,20 +21,20 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "lockstep"
 
 CEILINGS = {
-    "nouns: types, errors, config": 1_924,
+    "types, errors, config": 1_923,
     "tinker": 3_649,
     "run": 4_768,
     "renderers": 3_179,
     "models and ops": 8_509,
-    "engines, sync, launch": 8_969,
+    "engines, sync, launch": 8_964,
     "agent": 6_583,
-    "learn: training, correction, objectives": 5_051,
+    "learn: training, correction, objectives": 5_047,
     "doctor": 7_305,
     "integrations": 1_242,
     "store, observe, report": 2_653,
     "environments and recipes": 3_415,
-    "testing": 1_495,
-    "tests": 59_816,
+    "testing": 1_481,
+    "tests": 59_817,
     "proofs and benchmarks": 8_832,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling
@@ -44,7 +44,7 @@ SETTINGS = 300
 SLACK = 20
 """Lines that a room may be below its ceiling."""
 ROOMS = {
-    "nouns: types, errors, config": "types errors config display habits dialogues tables __init__",
+    "types, errors, config": "types errors config display habits dialogues package tables __init__",
     "tinker": "tinker tinker_config",
     "run": "run run_config memory model_server supervised verbs cli",
     "renderers": "renderers",

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "lockstep"
 
 ROWS = [
-    ["errors", "system", "tables"],
+    ["errors", "package", "system", "tables"],
     ["display", "habits"],
     ["types", "children", "config"],
     ["dialogues", "ops", "renderers", "store", "launch"],

@@ -10,24 +10,19 @@ Names are imported on first use, so that settings can be read without torch.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from lockstep.package import lazily
 
 if TYPE_CHECKING:
-    from lockstep.correction.config import Correction, Rule
-    from lockstep.correction.layout import Layout
-    from lockstep.correction.metrics import MismatchReport
-    from lockstep.correction.tokens import TokenFacts
-    from lockstep.correction.weighing import Corrected, correct, measure, weigh
+    from lockstep.correction.config import Correction as Correction
+    from lockstep.correction.config import Rule as Rule
+    from lockstep.correction.layout import Layout as Layout
+    from lockstep.correction.metrics import MismatchReport as MismatchReport
+    from lockstep.correction.tokens import TokenFacts as TokenFacts
+    from lockstep.correction.weighing import Corrected as Corrected
+    from lockstep.correction.weighing import correct as correct
+    from lockstep.correction.weighing import measure as measure
+    from lockstep.correction.weighing import weigh as weigh
 
-_MODULES = ("config", "layout", "metrics", "tokens", "weighing")
-__all__ = ["Corrected", "Correction", "Layout", "MismatchReport", "Rule", "TokenFacts"]
-__all__ += ["correct", "measure", "weigh"]
-
-
-def __getattr__(name: str) -> Any:
-    for module in _MODULES if name in __all__ else ():
-        found = importlib.import_module(f"lockstep.correction.{module}")
-        if hasattr(found, name):
-            return getattr(found, name)
-    raise AttributeError(f"module 'lockstep.correction' has no attribute {name!r}")
+__getattr__, __all__ = lazily(__name__, __file__)  # pyright: ignore[reportUnsupportedDunderAll]

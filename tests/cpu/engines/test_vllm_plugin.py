@@ -12,6 +12,7 @@ from lockstep.engines.config import VllmConfig
 from lockstep.engines.vllm import plugin, started
 from lockstep.errors import CapabilityError, CheckpointError
 from lockstep.models.locate import locate_model
+from lockstep.package import NAME, package_version
 
 CONTEXT = context_of(locate_model("tiny-gpt-oss"))
 NAMED = replace(CONTEXT, contract="true-on-policy")
@@ -56,7 +57,7 @@ def test_a_version_of_vllm_that_it_was_not_tested_in_is_refused_with_the_range(v
 
 
 def test_a_server_of_another_model_or_version_is_refused():
-    ours = {"fingerprint": "ops=invariant", "version": plugin.package_version()}
+    ours = {"fingerprint": "ops=invariant", "version": package_version()}
     url = "http://host:1"
     for decoder in ("auto", "lockstep"):
         plugin.check_attached(decoder, ours, url=url)
@@ -73,9 +74,9 @@ def test_a_server_of_another_model_or_version_is_refused():
 def test_a_server_finds_the_plugin_as_in_an_installed_package(tmp_path):
     folder = started._folder_of_package(tmp_path)
     (found,) = distributions(path=[str(folder)])
-    assert (found.name, found.version) == (plugin.PACKAGE, plugin.package_version())
+    assert (found.name, found.version) == (NAME, package_version())
     (entry,) = found.entry_points.select(group="vllm.general_plugins")
     assert entry.load() is plugin.register
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["vllm.general_plugins"] == {entry.name: entry.value}
-    assert project["name"] == plugin.PACKAGE
+    assert project["name"] == NAME

@@ -12,7 +12,6 @@ import json
 import pickle
 import shlex
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from lockstep.config import read_json
@@ -22,6 +21,7 @@ from lockstep.errors import CapabilityError, CheckpointError
 from lockstep.models.config import ModelConfig
 from lockstep.models.reading import FAMILIES
 from lockstep.ops.contract import TRUE_ON_POLICY
+from lockstep.package import package_version
 from lockstep.tables import tables_beside
 
 ARCHITECTURE = "LockstepForCausalLM"
@@ -29,8 +29,6 @@ ARCHITECTURE = "LockstepForCausalLM"
 
 ENTRY_POINT = "[vllm.general_plugins]\nlockstep = lockstep.engines.vllm.plugin:register\n"
 """The entry of `pyproject.toml`, as installed packages have it."""
-
-PACKAGE = "lockstep-rl"
 
 KNOWN_VERSIONS = ("0.32",)
 """Minor versions of vLLM whose interfaces the model, the cache and the sampler were tested with."""
@@ -89,14 +87,6 @@ def settings_for(ops: object) -> dict[str, Any]:
         text = base64.b64encode(pickle.dumps(ops)).decode()
         settings["additional-config"] = json.dumps({OPS: text})
     return settings
-
-
-def package_version() -> str:
-    """Version of this package in this process; "unknown" if it is not installed."""
-    try:
-        return version(PACKAGE)
-    except PackageNotFoundError:
-        return "unknown"
 
 
 def register() -> None:

@@ -22,6 +22,7 @@ from lockstep.engines.vllm.checkpoint import check_readable, config_overrides, h
 from lockstep.errors import CapabilityError
 from lockstep.launch.place import free_port
 from lockstep.launch.workers import ServerProcess
+from lockstep.package import NAME, package_version
 
 WORKER_EXTENSION = plugin.arguments_of("server")["worker-extension-cls"]
 CPU_CACHE_GIB = 1.0
@@ -182,7 +183,7 @@ def _folder_of_package(place: Path) -> Path:
     about = folder / "lockstep_rl.dist-info"
     about.mkdir(parents=True, exist_ok=True)
     (about / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {plugin.PACKAGE}\nVersion: {plugin.package_version()}\n"
+        f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {package_version()}\n"
     )
     (about / "entry_points.txt").write_text(plugin.ENTRY_POINT)
     link = folder / "lockstep"

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from lockstep.engines.vllm.cpu_kernels import mend_cpu_kernels
-from lockstep.engines.vllm.plugin import package_version
 from lockstep.engines.vllm.weights import update_weights, why_not_in_place
 from lockstep.engines.weight_link import WeightReceiver
+from lockstep.package import package_version
 
 # vLLM imports this module, and calls nothing of it, before it makes the model.
 mend_cpu_kernels()

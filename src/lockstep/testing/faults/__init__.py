@@ -7,16 +7,11 @@ engine as a server (`servers`). The run goes on and measures what a user with th
 No torch is imported here, so that the command line can read the settings.
 """
 
-from lockstep.testing.faults import rows, servers, sides
-from lockstep.testing.faults.base import FaultConfig, Faults, injected, parse_fault, split_faults
-
-__all__ = [
-    "FaultConfig",
-    "Faults",
-    "injected",
-    "parse_fault",
-    "rows",
-    "servers",
-    "sides",
-    "split_faults",
-]
+from lockstep.testing.faults import rows as rows
+from lockstep.testing.faults import servers as servers
+from lockstep.testing.faults import sides as sides
+from lockstep.testing.faults.base import FaultConfig as FaultConfig
+from lockstep.testing.faults.base import Faults as Faults
+from lockstep.testing.faults.base import injected as injected
+from lockstep.testing.faults.base import parse_fault as parse_fault
+from lockstep.testing.faults.base import split_faults as split_faults
