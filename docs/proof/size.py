@@ -25,7 +25,7 @@ CEILINGS = {
     "tinker": 3_649,
     "run": 4_768,
     "renderers": 3_179,
-    "models and ops": 8_509,
+    "models and ops": 8_502,
     "engines, sync, launch": 8_964,
     "agent": 6_583,
     "learn: training, correction, objectives": 5_047,
@@ -34,7 +34,7 @@ CEILINGS = {
     "store, observe, report": 2_653,
     "environments and recipes": 3_415,
     "testing": 1_481,
-    "tests": 59_817,
+    "tests": 59_815,
     "proofs and benchmarks": 8_832,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling

@@ -309,9 +309,7 @@ def prefill(parts: Sequence[Tensor], *, layer: int, step: StateStep, run: RunChu
     assert chunks is not None, "a step without prompts has no chunks"
     slots = step.slots[step.num_rows :]
     out = torch.empty_like(v)
-    solved: list[Solved] = []
-    befores: list[Tensor] = []
-    afters: list[Tensor] = []
+    kept: list[dict[str, Tensor]] = []
     after = states.state[layer].index_select(0, slots)
     for level in chunks.levels:
         at, state = level.part, after
@@ -320,22 +318,15 @@ def prefill(parts: Sequence[Tensor], *, layer: int, step: StateStep, run: RunChu
         assert state is not None, "a sampler's sequence has a state"
         found, after = run([x[at] for x in parts], state)
         out[at] = found.out
-        solved.append(found)
-        befores.append(state)
-        afters.append(after)
+        kept.append({**found.kept, "before": state, "after": after})
     ends = to_device(chunks.ends, v.device)
+    last = {name: torch.cat([of[name] for of in kept]).index_select(0, ends) for name in kept[0]}
     is_full = (step.last_places == CHUNK - 1)[:, None, None, None]
-    block = step.last_places // BLOCK
-    rows = torch.arange(len(ends), device=v.device)
-
-    def last(parts: list[Tensor]) -> Tensor:
-        return torch.cat(parts).index_select(0, ends)
-
-    states.state[layer, slots] = torch.where(is_full, last(afters), last(befores))
+    states.state[layer, slots] = torch.where(is_full, last.pop("after"), last.pop("before"))
     states.keys[layer, slots] = k.index_select(0, ends)
     states.decays[layer, slots] = g.index_select(0, ends)
-    for name in solved[0].kept:
-        found = last([chunks.kept[name] for chunks in solved])
+    rows, block = torch.arange(len(ends), device=v.device), step.last_places // BLOCK
+    for name, found in last.items():
         is_of_blocks = name in ("wanted", "inverse")
         getattr(states, name)[layer, slots] = found[rows, :, block] if is_of_blocks else found
     return out

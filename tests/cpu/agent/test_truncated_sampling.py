@@ -63,12 +63,8 @@ def test_the_notice_says_what_the_filters_mean(record_support, has_support, text
 
 
 def test_an_engine_that_cannot_record_what_was_drawn_from_is_refused_before_the_run():
-    class Tempered(FakeEngine):
-        @property
-        def capabilities(self):
-            return capabilities(distributions=("tempered",))
-
-    engine = Tempered(lambda request: ANSWER)
+    engine = FakeEngine(lambda request: ANSWER)
+    engine.capabilities = capabilities(distributions=("tempered",))
     context = SimpleNamespace(vocab_size=10, max_tokens=10)
     check_capabilities(engine, context)
     with pytest.raises(CapabilityError, match=r"one records log-probs of tempered; .*\(sampled\)"):

@@ -18,8 +18,9 @@ from lockstep.engines.embedded.kv_cache import PagedCache
 def make_cache(num_pages=8, page_size=4, is_caching=True, shape=(1, 1, 1), dtype=torch.float32):
     layers, heads, width = shape
     model = SimpleNamespace(
-        attention_layers=range(layers), num_kv_heads=heads, key_dim=width, linear=None, latent=None
-    )
+        attention_layers=range(layers), num_kv_heads=heads, key_dim=width, linear=None, latent=None,
+        cached_per_token=2 * layers * heads * width, cached_per_sequence=lambda item: 0,
+    )  # fmt: skip
     sizes = {"kv_cache_tokens": num_pages * page_size, "page_size": page_size}
     config = EmbeddedConfig(**sizes, prefix_cache=is_caching)
     return PagedCache(model, config, like=torch.empty(0, dtype=dtype))

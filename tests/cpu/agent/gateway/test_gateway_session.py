@@ -154,9 +154,9 @@ def test_a_stop_string_needs_an_engine_that_can():
 class StopsAtText(FakeEngine):
     """Says of every reply that the first stop string ended it, as real engines do."""
 
-    @property
-    def capabilities(self):
-        return replace(super().capabilities, has_stop_strings=True)
+    def __init__(self, *scripted, **options):
+        super().__init__(*scripted, **options)
+        self.capabilities = replace(self.capabilities, has_stop_strings=True)
 
     async def generate(self, request):
         async for delta in super().generate(request):
