@@ -22,7 +22,7 @@ import doctor_faults  # noqa: F401  its faults are known to --fault
 from run import configured, save, stamp
 
 from lockstep import diagnose
-from lockstep.doctor.causes import is_same_class
+from lockstep.doctor.causes import CAUSES
 from lockstep.doctor.monitor import train
 from lockstep.testing.faults import injected, split_faults
 
@@ -50,7 +50,7 @@ def verdict(cause: str, fault: str, out: Path) -> dict[str, Any]:
         "fault": fault,
         "k2": diagnosis.examination.gap.means()["k2"],
         "named": named,
-        "is_right": bool(named) and is_same_class(named[0], cause),
+        "is_right": bool(named) and CAUSES[named[0]].equivalents == CAUSES[cause].equivalents,
     }
 
 

@@ -52,7 +52,7 @@ import wild_players as wild
 from wild_players import Episode, Ids, Line, Message, Program, Sampling
 
 from lockstep import diagnose
-from lockstep.doctor.causes import CAUSES, is_same_class
+from lockstep.doctor.causes import CAUSES
 from lockstep.doctor.explain import HYPOTHESES
 
 HERE = Path(__file__).parent
@@ -748,7 +748,7 @@ def asked(work: Work, lines: Sequence[Line], level: str) -> dict[str, Any]:
 def is_of(name: str, cause: str) -> bool:
     """Whether naming `name` is right where `cause` was injected."""
     known = name in CAUSES and cause in CAUSES
-    return name == cause or (known and is_same_class(name, cause))
+    return name == cause or (known and CAUSES[name].equivalents == CAUSES[cause].equivalents)
 
 
 def judged(

@@ -36,6 +36,7 @@ class Cause:
 
     @property
     def equivalents(self) -> str:
+        """Its class: naming any cause of the class is right."""
         return self.kind or self.name
 
 
@@ -52,8 +53,3 @@ CAUSES: dict[str, Cause] = {
 def add_cause(cause: Cause) -> None:
     """Makes a cause known, for a hypothesis of a plugin that names it."""
     CAUSES[cause.name] = cause
-
-
-def is_same_class(one: str, other: str) -> bool:
-    """True if naming `one` is right where `other` is the cause."""
-    return CAUSES[one].equivalents == CAUSES[other].equivalents

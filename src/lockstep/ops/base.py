@@ -405,9 +405,8 @@ class Ops:
         q, k, v, g, beta = parts
         c = g.cumsum(-1)
         solved = delta.solve(q, k, v, c, beta, state, self.matmul)
-        if is_last:
-            return solved, None
-        return solved, delta.advance(k, solved.writes, c, state, self.matmul)
+        after = None if is_last else delta.advance(k, solved.writes, c, state, self.matmul)
+        return solved, after
 
     def delta_decode(self, parts: Sequence[Tensor], *, layer: int, step: StateStep) -> Tensor:
         """The rule for one token of each row: q, k [B, G, K], v [B, H, V], g, beta [B, H] -> [B, H,
