@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,8 @@ def run_ranks(work, directory, *, world, timeout=120):
     codes = [process.exitcode for process in started]
     for process in started:
         process.kill()
-    assert codes == [0] * world, f"exit codes {codes}; their errors are on stderr"
+    said = "\n".join(Path(directory, f"{rank}.stderr").read_text() for rank in range(world))
+    assert codes == [0] * world, f"exit codes {codes}:\n{said}"
     return [torch.load(f"{directory}/{r}.pt", weights_only=False) for r in range(world)]
 
 
@@ -55,6 +58,9 @@ def assert_close(found, expected, limit, *, smallest=0.0):
 
 
 def _rank(work, rank, world, directory):
+    with open(f"{directory}/{rank}.stderr", "wb") as said:
+        os.dup2(said.fileno(), sys.stderr.fileno())  # of this rank alone, C++ code's too
+    faulthandler.enable()
     torch.set_num_threads(1)
     store = dist.FileStore(f"{directory}/store", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
