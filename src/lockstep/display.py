@@ -1,8 +1,8 @@
-"""Tables and curves as HTML and SVG, for results in a notebook. They need no package and no
-network, and take the colours of the page around them."""
+"""Tables and curves for results in a notebook, readable on a white page and on a black one."""
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
@@ -12,17 +12,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from html import escape
+from itertools import cycle
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import UnknownNameError, printable
+from lockstep.errors import MissingExtraError, UnknownNameError, printable, require_package
 
-WIDTH, HEIGHT = 640, 220
-"""Size of a chart in its own units; a narrow page scales it down."""
-LEFT, RIGHT, TOP, BOTTOM = 52, 12, 26, 22
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 COLOURS = ("#2f8fd0", "#e07a2f", "#22a079", "#b8629b", "#a5871d", "#6f7a86")
-"""Series of a chart: readable on white and on black."""
+"""Series of a chart: readable on white and on black, as GREY is."""
+GREY = "#808080"
 NUM_SMOOTHED = 20
 """Number of points above which a curve is drawn as a running mean over a tenth of them, with the
 raw curve faintly behind it."""
@@ -104,7 +107,7 @@ def block(title: str, *parts: str) -> str:
 
 @dataclass(frozen=True, repr=False)
 class Chart:
-    """Curves over steps. A notebook shows them; `save` writes them as an SVG file."""
+    """Curves over steps, drawn by matplotlib. A notebook shows them; `save` writes a file."""
 
     series: Mapping[str, Series]
     """Label -> (steps, values). A value that is not finite leaves a hole."""
@@ -115,44 +118,50 @@ class Chart:
         names = ", ".join(f"{name}: {len(steps)} steps" for name, (steps, _) in self.series.items())
         return f"Chart({names})"
 
+    def figure(self) -> Figure:
+        """The chart as a figure of matplotlib, to be changed. Raises MissingExtraError without that
+        package."""
+        require_package("matplotlib", extra="plot", needed_for="a chart")
+        from matplotlib.figure import Figure
+
+        figure = Figure((6.4, 2.4), layout="constrained", facecolor="none")
+        axes = figure.subplots(subplot_kw={"facecolor": "none"})
+        for (name, (steps, values)), colour in zip(self.series.items(), cycle(COLOURS)):
+            finite = [value if math.isfinite(value) else math.nan for value in values]
+            known = [value for value in finite if value == value]
+            if len(finite) >= NUM_SMOOTHED:
+                axes.plot(steps, finite, color=colour, alpha=0.25)
+                width = len(finite) // 10
+                finite = [fmean(finite[max(0, i + 1 - width) : i + 1]) for i in range(len(finite))]
+            label = f"{name} {number(known[-1])}" if known else name
+            marker = "o" if len(known) == 1 else ""
+            axes.plot(steps, finite, color=colour, label=label, marker=marker)
+        if self.num_steps:
+            axes.set_xlim(right=self.num_steps)
+        axes.set_xlabel("step", color=GREY)
+        axes.tick_params(colors=GREY)
+        axes.grid(axis="y", alpha=0.25)
+        axes.spines[:].set_visible(False)
+        if self.series:
+            place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": len(self.series)}
+            axes.legend(**place, frameon=False, labelcolor=GREY)
+        return figure
+
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Writes the chart to an .svg file. Returns its path."""
-        path = Path(path)
-        path.write_text(self._repr_html_(), encoding="utf-8")
-        return path
+        """Writes the chart in the format of the file's ending: .svg, .png, .pdf. Returns its path.
+        Raises MissingExtraError without matplotlib."""
+        self.figure().savefig(path)
+        return Path(path)
 
     def _repr_html_(self) -> str:
-        """SVG as a part of the page, whose colours it takes."""
-        drawn = {
-            name: [(x, y) for x, y in zip(*series, strict=True) if math.isfinite(y)]
-            for name, series in self.series.items()
-        }
-        points = [point for curve in drawn.values() for point in curve]
-        steps, values = [x for x, _ in points] or [0.0], [y for _, y in points] or [0.0]
-        first, last = min(steps), max(*steps, self.num_steps or 0, min(steps) + 1)
-        ticks = _ticks(min(values), max(values))
-        low, high = min(*values, ticks[0]), max(*values, ticks[-1])
-
-        def at(x: float, y: float) -> str:
-            across = LEFT + (x - first) / (last - first) * (WIDTH - LEFT - RIGHT)
-            up = (y - low) / (high - low) * (HEIGHT - TOP - BOTTOM)
-            return f"{across:.1f},{HEIGHT - BOTTOM - up:.1f}"
-
-        parts = [_axes(ticks, (first, last), at)]
-        right = LEFT
-        for number_, (name, curve) in enumerate(drawn.items()):
-            colour = COLOURS[number_ % len(COLOURS)]
-            parts.append(_curve(curve, colour, at))
-            label = f"{name} {number(curve[-1][1])}" if curve else name
-            parts.append(f'<rect x="{right}" y="6" width="9" height="9" fill="{colour}"/>')
-            parts.append(_text(right + 13, 14, label))
-            right += 32 + 6.2 * len(label)
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-            f'width="{WIDTH}" style="max-width:100%;height:auto;color:inherit" role="img" '
-            f'font-family="system-ui,sans-serif" font-size="11" fill="currentColor">'
-            f"{''.join(parts)}</svg>"
-        )
+        """The chart as SVG, or a line that says what to install."""
+        try:
+            figure = self.figure()
+        except MissingExtraError as error:
+            return f"<div>{escape(str(error))}</div>"
+        page = io.StringIO()
+        figure.savefig(page, format="svg")
+        return page.getvalue()[page.getvalue().index("<svg") :]
 
 
 def chart_of(
@@ -174,59 +183,3 @@ def chart_of(
         found = [(row["step"], row[name]) for row in rows if name in row]
         series[name] = [step for step, _ in found], [value for _, value in found]
     return Chart(series, num_steps=num_steps)
-
-
-def _axes(ticks: Sequence[float], steps: tuple[float, float], at: Any) -> str:
-    parts: list[str] = []
-    for tick in ticks:
-        left, right = at(steps[0], tick), at(steps[1], tick)
-        parts.append(f'<path d="M{left} L{right}" stroke="currentColor" stroke-opacity=".15"/>')
-        parts.append(_text(LEFT - 6, float(left.split(",")[1]) + 4, f"{tick:g}", anchor="end"))
-    for step, anchor in zip(steps, ("start", "end"), strict=True):
-        x = float(at(step, ticks[0]).split(",")[0])
-        parts.append(_text(x, HEIGHT - 6, f"step {step:g}", anchor=anchor))
-    return "".join(parts)
-
-
-def _curve(points: list[tuple[float, float]], colour: str, at: Any) -> str:
-    if not points:
-        return ""
-    if len(points) == 1:
-        x, y = at(*points[0]).split(",")
-        return f'<circle cx="{x}" cy="{y}" r="3" fill="{colour}"/>'
-
-    def line(curve: list[tuple[float, float]], opacity: float) -> str:
-        places = " ".join(at(*point) for point in curve)
-        return (
-            f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="1.8" '
-            f'stroke-opacity="{opacity}"/>'
-        )
-
-    if len(points) < NUM_SMOOTHED:
-        return line(points, 1.0)
-    width = len(points) // 10
-    means = [
-        (x, sum(y for _, y in points[max(0, i - width + 1) : i + 1]) / min(width, i + 1))
-        for i, (x, _) in enumerate(points)
-    ]
-    return line(points, 0.25) + line(means, 1.0)
-
-
-def _text(x: float, y: float, text: str, *, anchor: str = "start") -> str:
-    place = f'x="{x:g}" y="{y:g}" text-anchor="{anchor}"'
-    return f'<text {place} stroke="none" fill-opacity=".8">{escape(text)}</text>'
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers from `low` or above to `high` or below, two to six of them.
-
-    >>> _ticks(0.03, 0.97), _ticks(2.0, 2.0)
-    ([0.2, 0.4, 0.6, 0.8], [2.0, 3.0])
-    """
-    if high <= low:
-        return [low, low + 1.0]
-    step = 10.0 ** math.floor(math.log10(high - low))
-    width = next(w for w in (step / 5, step / 2, step, step * 2) if (high - low) / w <= 6)
-    first = math.ceil(low / width)
-    ticks = [round(i * width, 12) for i in range(first, math.floor(high / width + 1e-9) + 1)]
-    return ticks if len(ticks) > 1 else [low, high]

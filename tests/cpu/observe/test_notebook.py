@@ -20,7 +20,7 @@ def test_the_panel_shows_step_phase_curve_table_and_folded_settings():
     view.close()
     before, last = drawn[0]["text/html"], drawn[-1]["text/html"]
     assert "step 0 of 100<" in before and "step 8 of 100<" in last
-    assert "<polyline" in last and last.count("<tr>") == 6 and "<summary>settings" in last
+    assert "<svg" in last and last.count("<tr>") == 6 and "<summary>settings" in last
     assert "step   7/100  reward 0.25" in drawn[-1]["text/plain"]
 
 
