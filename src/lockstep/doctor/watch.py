@@ -208,9 +208,8 @@ class Watch:
         found = frozenset({"row_ids", "token_ids", "loss_mask"}).union(*(r.columns for r in made))
         self.learn(**facts | kind.facts_in(found))
         lost = next((row.unread for row in made if row.unread), "")
-        if lost and "messages" not in self._told:
-            self._told.add("messages")
-            self.warn(f"step {step}: doctor: messages are left out: {lost}")
+        if lost:
+            self._warn_once("messages", f"step {step}: doctor: messages are left out: {lost}")
         if not self._columns:
             for side, name in ((s, name) for s, name in SIDES.items() if name not in found):
                 self.warn(
@@ -251,11 +250,17 @@ class Watch:
             new = self._keep(step, rows, examined, causes) if causes else []
             self._latest = None if causes else rows
             left = examined.after.total.means()["k2"]
-            if not causes and left > CRITICAL_LIMIT and UNEXPLAINED not in self._told:
-                self._told.add(UNEXPLAINED)
-                self.warn(
+            if not causes and left > CRITICAL_LIMIT:
+                self._warn_once(
+                    UNEXPLAINED,
                     f"step {step}: doctor: {UNEXPLAINED}: k2 is {left:.2g}, beyond what numerics "
-                    f"make. `lockstep doctor {self.directory} --model DIR` tries more hypotheses."
+                    f"make. `lockstep doctor {self.directory} --model DIR` tries more hypotheses.",
+                )
+            if not rows.loss_mask.any():
+                self._warn_once(
+                    "loss_mask",
+                    f"step {step}: doctor: loss_mask is 0 at all tokens of the {len(rows)} rows: "
+                    "nothing is trained, and nothing is compared.",
                 )
             found = {"doctor/rows": len(rows), "doctor/causes": len(causes)}
             found |= {f"doctor/{cause}": 1.0 for cause in causes}
@@ -338,6 +343,11 @@ class Watch:
             proof = finding.evidence
             new += [MismatchError(text, cause=cause.name, step=step, evidence=proof, remedy=remedy)]
         return new
+
+    def _warn_once(self, name: str, text: str) -> None:
+        if name not in self._told:
+            self._told.add(name)
+            self.warn(text)
 
     def _tell(self, new: Sequence[MismatchError]) -> None:
         for error in new:

@@ -11,7 +11,7 @@ import torch
 from lockstep.correction.arrays import takes_arrays
 from lockstep.correction.kl import is_readable
 from lockstep.correction.layout import Layout
-from lockstep.errors import AlignmentError
+from lockstep.errors import AlignmentError, ConfigError
 
 Tensor = torch.Tensor
 
@@ -45,9 +45,9 @@ def gae(
     less, and untrained values would enter. A reward on a token that does not count is not read:
     put it on the sampled token before.
 
-    gamma, lam: in [0, 1]. Not whitened: see `whiten`. Raises AlignmentError if shapes differ, if
-    the layout is one rank's piece of longer rows, or, on a CPU, if a value at a counted token is
-    not finite; on a GPU such a value makes the row's advantages NaN.
+    gamma, lam: in [0, 1], else ConfigError. Not whitened: see `whiten`. Raises AlignmentError if
+    shapes differ, if the layout is one rank's piece of longer rows, or, on a CPU, if `bootstrap` or
+    a value at a counted token is not finite; on a GPU such a value makes the row's advantages NaN.
     Source: Schulman et al. 2016 (arXiv 1506.02438), eq. 16.
 
     >>> layout = Layout.packed([3])
@@ -55,6 +55,8 @@ def gae(
     (tensor([0.1250, 0.2500, 0.5000]), tensor([0.6250, 0.7500, 1.0000]))
     """
     layout = Layout.of(layout, rewards=rewards, values=values)
+    if not (0 <= gamma <= 1 and 0 <= lam <= 1):
+        raise ConfigError(f"gae(gamma={gamma}, lam={lam}): expected numbers in [0, 1].")
     _check_whole_rows(layout, rewards, values, bootstrap)
     rewards, values = rewards.detach(), values.detach() * 1.0
     # Rows from the left, without the tokens that do not count, and 0.0 behind their ends.
@@ -140,16 +142,21 @@ def _check_whole_rows(
             "these rows are split over ranks, and a token's advantage is a sum over all that "
             "follow it: gather whole rows first."
         )
-    if bootstrap is not None and tuple(bootstrap.shape) != (layout.num_rows,):
-        raise AlignmentError(
-            f"bootstrap has the shape {list(bootstrap.shape)}; expected one value per row, "
-            f"[{layout.num_rows}]."
-        )
-    for name, tensor in (("rewards", rewards), ("values", values)):
-        is_bad = ~torch.isfinite(tensor) & _counted(layout, tensor.device)
+    checked = [("rewards", rewards, layout.locate), ("values", values, layout.locate)]
+    if bootstrap is not None:
+        if tuple(bootstrap.shape) != (layout.num_rows,):
+            raise AlignmentError(
+                f"bootstrap has the shape {list(bootstrap.shape)}; expected one value per row, "
+                f"[{layout.num_rows}]."
+            )
+        checked.append(("bootstrap", bootstrap, "row {}".format))
+    for name, tensor, locate in checked:
+        is_bad = ~torch.isfinite(tensor)
+        if tensor is not bootstrap:
+            is_bad &= _counted(layout, tensor.device)
         if is_readable(tensor) and bool(is_bad.any()):
             at = int(is_bad.reshape(-1).nonzero()[0, 0])
             raise AlignmentError(
-                f"{name} at {layout.locate(at)} is {float(tensor.reshape(-1)[at])}; values at "
+                f"{name} at {locate(at)} is {float(tensor.reshape(-1)[at])}; values at "
                 "counted tokens must be finite. Does the mask mark the sampled tokens?"
             )

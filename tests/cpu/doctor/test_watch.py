@@ -105,6 +105,14 @@ def test_a_wild_gap_without_a_cause_is_said_once(tmp_path):
     assert f"`lockstep doctor {tmp_path / 'doctor'} --model DIR`" in said
 
 
+def test_rows_whose_masks_are_all_0_are_said_once(tmp_path):
+    watching, rows = Watching(tmp_path / "doctor"), healthy()
+    for step in range(2):
+        watching(step, rows.with_(loss_mask=np.zeros_like(rows.loss_mask)))
+    [said] = watching.said
+    assert said.startswith("step 0: doctor: loss_mask is 0 at all tokens of the 16 rows")
+
+
 def test_rows_are_kept_for_at_most_eight_steps_of_a_cause(tmp_path):
     watching = Watching(tmp_path, has_page=False)
     for step in range(12):

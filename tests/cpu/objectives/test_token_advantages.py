@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.correction.layout import Layout
-from lockstep.errors import AlignmentError
+from lockstep.errors import AlignmentError, ConfigError
 from lockstep.objectives.token_advantages import BLOCK, gae, whiten
 
 EXAMPLES = settings(max_examples=1000 if PROOF else 25, deadline=None)
@@ -131,5 +131,9 @@ def test_bad_input_is_refused_with_what_was_found():
         gae(zeros, zeros, layout, bootstrap=zeros)
     with pytest.raises(AlignmentError, match=r"row 1, token 1\b"):
         gae(zeros, torch.tensor([0.0, 0.0, math.nan]), layout)
+    with pytest.raises(AlignmentError, match=r"bootstrap at row 1 is nan"):
+        gae(zeros, zeros, layout, bootstrap=torch.tensor([0.0, math.nan]))
+    with pytest.raises(ConfigError, match=r"1\.5"):
+        gae(zeros, zeros, layout, gamma=1.5)
     with pytest.raises(AlignmentError, match="gather whole rows first"):
         gae(zeros, zeros, replace(layout, group=object()))
