@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -24,7 +24,7 @@ from lockstep.correction.tokens import TokenFacts
 from lockstep.correction.weighing import Corrected, weigh
 from lockstep.doctor.watch import Watch, words_of
 from lockstep.errors import CapabilityError, ConfigError
-from lockstep.objectives.config import GRPO, AdvantageConfig, ObjectiveConfig, PPOClip
+from lockstep.objectives.config import ObjectiveConfig, PPOClip
 from lockstep.objectives.losses import TokenBatch, make_loss, read_tokens
 
 Tensor = torch.Tensor
@@ -45,7 +45,6 @@ class Settings:
 
     correction: Correction = field(default_factory=Correction)
     objective: ObjectiveConfig = field(default_factory=PPOClip)
-    advantage: AdvantageConfig = field(default_factory=GRPO)
     watch: str = ""
     """Directory of the watch's rows and page; empty: nothing is watched."""
     tokenizer: str = ""
@@ -67,9 +66,9 @@ class Settings:
             )
 
     @classmethod
-    def read(cls, words: str | None = None) -> Settings:
+    def read(cls, words: str | None = None) -> Self:
         """words: None reads the variable. Losses ask for each micro-batch: a text is read once."""
-        return _read(os.environ.get(VARIABLE, "") if words is None else words)
+        return _read(cls, os.environ.get(VARIABLE, "") if words is None else words)
 
     def attempt(self, what: str, ours: Callable[[], T], otherwise: Callable[[], T]) -> T:
         """`ours`, or `otherwise` with one sentence where it fails. A setting that cannot be is
@@ -87,8 +86,8 @@ class Settings:
 
 
 @cache
-def _read(words: str) -> Settings:
-    return from_settings(Settings, {}, shlex.split(words))
+def _read(cls: type[T], words: str) -> T:
+    return from_settings(cls, {}, shlex.split(words))
 
 
 @cache

@@ -18,6 +18,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from functools import cache, wraps
 from typing import Any
 from uuid import uuid4
@@ -37,6 +38,7 @@ from lockstep.engines.base import Capabilities, Engine
 from lockstep.errors import ConfigError, EngineError
 from lockstep.integrations.common import Settings, check_version, hook_of, token_losses, watch_of
 from lockstep.objectives.advantages import leaf_advantages
+from lockstep.objectives.config import GRPO, AdvantageConfig
 from lockstep.renderers.base import Renderer
 from lockstep.types import Delta, Request, Sample, SamplingParams, Trajectory, frozen_ids
 
@@ -53,7 +55,16 @@ CORRECTION = "compute_rollout_correction_and_add_to_batch"
 LOOKED_AT = 64
 """Rows of a step that are fetched from the queue for the watch."""
 
-settings = Settings.read
+
+@dataclass(frozen=True, kw_only=True)
+class VerlSettings(Settings):
+    """Settings of the variable LOCKSTEP under verl."""
+
+    advantage: AdvantageConfig = field(default_factory=GRPO)
+    """For `algorithm.adv_estimator=lockstep`; the other trainers compute advantages themselves."""
+
+
+settings = VerlSettings.read
 
 
 def policy_loss(

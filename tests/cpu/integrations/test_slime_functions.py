@@ -191,6 +191,8 @@ def test_the_variable_is_read_once_for_each_text_and_not_for_each_micro_batch(lo
     assert common.Settings.read() is first
     lockstep("correction=icepop")
     assert common.Settings.read().correction.bound == "mask"
+    with pytest.raises(ConfigError, match="advantage"):  # slime computes its own
+        common.Settings.read("advantage=rloo")
 
 
 def test_another_version_is_said_once(monkeypatch, caplog, lockstep):
