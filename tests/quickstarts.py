@@ -30,3 +30,8 @@ def run_with(path: Path, *words: str, **options: Any) -> Run:
         options = {"view": "json", "monitor": open_monitor, **options}
         train(quickstart_with(*settings), out=path, **options)
     return load_run(path)
+
+
+def steps_of(run: Run) -> list[dict[str, Any]]:
+    """The metrics of the steps that compared both sides' log-probs."""
+    return [row for row in run.metrics if "mismatch/unequal_tokens" in row]

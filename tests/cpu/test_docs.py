@@ -220,12 +220,8 @@ PROOFS = DOCS / "proof"
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     head = "".join(f"| {head} " if head else "| " for head in heads)
     lines = [f"{head}|", "|---" * len(heads) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows), ""])
-
-
-def without_gaps(text: str) -> str:
-    """One blank in an empty cell, not two."""
-    return text.replace("|  ", "| ")
+    body = (f"| {' | '.join(map(str, row))} |".replace("|  ", "| ") for row in rows)
+    return "\n".join([*lines, *body, ""])
 
 
 def proved(name: str, default: Any = None) -> Any:
@@ -509,7 +505,7 @@ def claims_table(document: str) -> str:
                 told = ", ".join(f"`{command}`" for command in last)
                 rows.append((*first, ours, f"**{verdict}**" if verdict else "", told))
                 first, last = ["", ""], []
-    return without_gaps(table(("claim", "theirs", "ours", "verdict", "`docs/proof/`"), rows))
+    return table(("claim", "theirs", "ours", "verdict", "`docs/proof/`"), rows)
 
 
 def claims_count() -> str:
@@ -557,7 +553,7 @@ def fallbacks_table() -> str:
         lines.append((f"{about}: {names}", len(ran), *(f"{x:.1e}" for x in figures), times))
     lines += [(f"`{kind}`", row["fails"], "", "", "") for kind, row in rows.items()
               if "fails" in row]  # fmt: skip
-    return without_gaps(table(("", "trained", "k3", "a token", "training"), lines))
+    return table(("", "trained", "k3", "a token", "training"), lines)
 
 
 def investigation_rows() -> str:
@@ -586,7 +582,7 @@ def doctor_wild_table() -> str:
                     count = found[kind]
                     told = f"{level}: {'two faults' if part == 'pairs' else 'one fault'}, {kind}"
                     rows.append([told, sum(count.values()), *(count.get(n, 0) for n in names)])
-    return without_gaps(table(("level", "dumps", *names), rows))
+    return table(("level", "dumps", *names), rows)
 
 
 def trl_curves() -> str:
@@ -738,7 +734,7 @@ def soak_table() -> str:
         found[kind].append(bool(problems))
     rows = [(SOAKED[kind], len(each), sum(each)) for kind, each in found.items() if each]
     told = [(figure, "", "") for figure in proof["figures"]]
-    return without_gaps(table(("what", "runs", "with a problem"), [*rows, *told]))
+    return table(("what", "runs", "with a problem"), [*rows, *told])
 
 
 TABLES = {
@@ -848,8 +844,6 @@ def test_every_page_is_in_the_index():
 
 
 def test_every_dependency_has_its_reason():
-    import tomllib
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     groups = [project["dependencies"], *project["optional-dependencies"].values()]
     wanted = [requirement for group in groups for requirement in group]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from quickstarts import AT_END, SHORT, run_with
+from quickstarts import AT_END, SHORT, run_with, steps_of
 from safetensors.torch import load_file, save_file
 
 from lockstep.config import resolve
@@ -54,10 +54,6 @@ def seeded(seed):
 
 def run_of(model, path, *overrides):
     return run_with(path, f"model={model}", *SMALL, *overrides)
-
-
-def steps_of(run):
-    return [row for row in run.metrics if "mismatch/unequal_tokens" in row]
 
 
 @pytest.mark.parametrize(

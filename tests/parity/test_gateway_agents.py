@@ -24,6 +24,16 @@ def script(prompt: str) -> Message:
     return says("I add first.", thinking="2 + 3", add='{"a": 2, "b": 3}')
 
 
+def add(a: int, b: int) -> int:
+    "Adds."
+    return a + b
+
+
+def multiply(a: int, b: int) -> int:
+    "Multiplies."
+    return a * b
+
+
 @pytest.fixture
 def gateway():
     with Gateway(script) as found:
@@ -38,16 +48,6 @@ def test_openai_agents_plays_with_tools_and_its_trajectory_is_one_exact_path(
     agents = pytest.importorskip("agents", reason="the package `openai-agents` is not installed")
     agents.set_tracing_disabled(True)
 
-    @agents.function_tool
-    def add(a: int, b: int) -> int:
-        "Adds."
-        return a + b
-
-    @agents.function_tool
-    def multiply(a: int, b: int) -> int:
-        "Multiplies."
-        return a * b
-
     _, made = gateway.ask("POST", "/sessions")
 
     async def play() -> tuple[str, str]:
@@ -59,7 +59,7 @@ def test_openai_agents_plays_with_tools_and_its_trajectory_is_one_exact_path(
             name="calculator",
             instructions="Use the tools.",
             model=kind(model=MODEL, openai_client=client),
-            tools=[add, multiply],
+            tools=[agents.function_tool(add), agents.function_tool(multiply)],
         )
 
         async def run(given: Any) -> Any:
@@ -101,17 +101,8 @@ def test_pydantic_ai_plays_with_tools_and_its_trajectory_is_one_exact_path(
             "responses": openai_models.OpenAIResponsesModel,
         }
         model = kinds[dialect](MODEL, provider=provider)
-    agent = pydantic_ai.Agent(model, system_prompt="Use the tools.")
-
-    @agent.tool_plain
-    def add(a: int, b: int) -> int:
-        "Adds."
-        return a + b
-
-    @agent.tool_plain
-    def multiply(a: int, b: int) -> int:
-        "Multiplies."
-        return a * b
+    tools = [add, multiply]
+    agent = pydantic_ai.Agent(model, tools=tools, system_prompt="Use the tools.")
 
     async def play() -> tuple[str, str]:
         first = await agent.run("What is (2 + 3) * 4?")
@@ -131,14 +122,6 @@ def test_langchain_plays_with_tools_and_its_trajectory_is_one_exact_path(
     to_claude = pytest.importorskip(
         "langchain_anthropic", reason="`langchain-anthropic` is missing"
     )
-
-    def add(a: int, b: int) -> int:
-        "Adds."
-        return a + b
-
-    def multiply(a: int, b: int) -> int:
-        "Multiplies."
-        return a * b
 
     _, made = gateway.ask("POST", "/sessions")
     if dialect == "messages":

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from quickstarts import run_with
+from quickstarts import run_with, steps_of
 
 from lockstep.doctor.diagnose import diagnose
 
@@ -16,10 +16,6 @@ SMALL = [
 
 def run_of(path, *overrides, resume=False):
     return run_with(path, *SMALL, *overrides, resume=resume)
-
-
-def steps_of(run):
-    return [row for row in run.metrics if "mismatch/unequal_tokens" in row]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from quickstarts import AT_END, SHORT, run_with
+from quickstarts import AT_END, SHORT, run_with, steps_of
 from tiny_training import HF_CONFIGS, assert_same_bits, make_rows, make_trainer, snapshot
 
 from lockstep.doctor.diagnose import diagnose
@@ -215,10 +215,6 @@ def run_of(path, model, *overrides, resume=False):
     words = (*SHORT, *AT_END, f"model={model}", "groups_per_step=3", "checkpoint.every=1")
     own = ("contract=true-on-policy", "trainer.expert_bias_rate=0.02", *overrides)
     return run_with(path, *words, *own, resume=resume)
-
-
-def steps_of(run):
-    return [row for row in run.metrics if "mismatch/unequal_tokens" in row]
 
 
 @pytest.mark.parametrize(
