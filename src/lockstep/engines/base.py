@@ -202,12 +202,12 @@ class Engine(Protocol):
         continue under the new version, which is the adapter's own. Its cached prefixes are dropped.
         Other requests are unaffected.
         """
-        raise CapabilityError(f"load_adapter: engine {self.capabilities.name} takes no adapter by name.")
+        raise CapabilityError(f"load_adapter: engine {self.capabilities.name} takes no adapters.")
 
     async def drop_adapter(self, name: str) -> None:
         """Frees an adapter's memory; its running requests fail. Raises EngineError for a name that
         is not loaded."""
-        raise CapabilityError(f"drop_adapter: engine {self.capabilities.name} takes no adapter by name.")
+        raise CapabilityError(f"drop_adapter: engine {self.capabilities.name} takes no adapters.")
 
     async def ping(self) -> None:
         """Raises EngineDownError if the engine is gone. Costs next to nothing."""

@@ -616,8 +616,11 @@ class Pool(LedgerEngine[_PoolEntry]):
 
     async def _revive(self, replica: _Replica) -> None:
         """Brings back a replica that is out, once it has the newest weights and has answered."""
-        # One that can be restarted is, by the load.
-        if not replica.engine.capabilities.has_restart and not await self._ping(replica):
+        # The load starts one again that has ended, which takes longer than an answer. The ping ends
+        # a worker that is frozen.
+        has_restart = replica.engine.capabilities.has_restart
+        is_asked = replica.is_frozen or not has_restart
+        if is_asked and not await self._ping(replica) and not has_restart:
             return
         if replica.is_frozen and self._may_sample and not await self._probe(replica):
             self._lose(replica, "frozen: not one token", is_frozen=True)

@@ -18,7 +18,7 @@ import threading
 import traceback
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -130,7 +130,8 @@ class WorkerEngine(Engine):
             worker.end(seconds=CLOSE_SECONDS)
             raise value
         self._worker, self._lost = worker, ""
-        self.capabilities, self.version = value
+        found, self.version = value
+        self.capabilities = replace(found, has_restart=self._restarts > 0)
         worker.listen(self._deliver, lambda: self._lose(worker.why_ended()))
 
     @property

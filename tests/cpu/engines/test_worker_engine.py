@@ -13,8 +13,9 @@ from check_engine import check_engine
 from engine_contexts import context_of
 from engine_models import deltas_of, reply_of, request
 
-from lockstep.engines.config import EmbeddedConfig
+from lockstep.engines.config import EmbeddedConfig, PoolConfig
 from lockstep.engines.embedded.engine import EmbeddedEngine
+from lockstep.engines.pool import Pool
 from lockstep.engines.registry import make_engine
 from lockstep.engines.worker_engine import outlines_of, shared, tensors_in
 from lockstep.errors import (
@@ -153,6 +154,25 @@ def test_a_worker_that_dies_fails_what_is_in_flight_and_is_started_again(context
         await engine.close()
         with pytest.raises(EngineError, match="the engine is closed"):
             await engine.score(np.array(PROMPT, np.int32))
+
+    asyncio.run(kill())
+
+
+def test_a_worker_may_take_longer_to_start_again_than_to_answer(context, model):
+    """A pool waits for its only worker: without it the run would end."""
+    worker = make_engine(CONFIG, context)
+    pool = Pool([worker], PoolConfig(frozen_seconds=0.4), names=["engine 0"])
+
+    async def kill():
+        await pool.load_weights(hf_tensors(model), version=1)
+        os.kill(worker.pid, signal.SIGKILL)
+        asked = asyncio.ensure_future(reply_of(pool, request("a", PROMPT)))
+        while pool.ready:
+            await asyncio.sleep(0.01)
+        await pool.load_weights(other_weights(model, seed=2), version=2)
+        assert (pool.version, len(pool.ready)) == (2, 1)
+        await asked
+        await pool.close()
 
     asyncio.run(kill())
 
