@@ -616,13 +616,10 @@ class Pool(LedgerEngine[_PoolEntry]):
 
     async def _revive(self, replica: _Replica) -> None:
         """Brings back a replica that is out, once it has the newest weights and has answered."""
-        # The load starts one again that has ended, which takes longer than an answer. The ping ends
-        # a worker that is frozen.
-        has_restart = replica.engine.capabilities.has_restart
-        is_asked = replica.is_frozen or not has_restart
-        if is_asked and not await self._ping(replica) and not has_restart:
-            return
-        if replica.is_frozen and self._may_sample and not await self._probe(replica):
+        is_up = await self._ping(replica)
+        if not is_up and not replica.engine.capabilities.has_restart:
+            return  # else the load starts it again
+        if is_up and replica.is_frozen and self._may_sample and not await self._probe(replica):
             self._lose(replica, "frozen: not one token", is_frozen=True)
             return
         version = self._version
@@ -673,7 +670,8 @@ def _now() -> float:
 
 def _text(error: BaseException) -> str:
     text = str(error).rstrip(".")
-    return text if isinstance(error, EngineError) and text else f"{type(error).__name__}: {text}"
+    is_known = isinstance(error, EngineError) and text
+    return text if is_known else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 async def _all(calls: Iterable[Awaitable[Any]]) -> None:

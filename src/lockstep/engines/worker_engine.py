@@ -73,7 +73,7 @@ class WorkerEngine(Engine):
     """An `EmbeddedEngine` in a worker that runs `serve`. May be used from several event loops.
 
     A worker that dies fails every request in flight, and each later one, with an EngineDownError
-    that holds the end of its log. `ping` starts it again, with the weights of the beginning.
+    that holds the end of its log. `load_weights` starts it again.
     """
 
     def __init__(self, model: Decoder, config: EmbeddedConfig, context: EngineContext) -> None:
@@ -170,9 +170,9 @@ class WorkerEngine(Engine):
             try:
                 await self._load(source, version)
             except EngineDownError:
-                if not self._restarts or self._is_closed:
+                if self._is_closed:
                     raise
-                await self.ping()
+                await self._start_again()
             else:
                 self.version = version
                 return
@@ -216,15 +216,15 @@ class WorkerEngine(Engine):
         return self._context.newest.has(source, version)
 
     async def ping(self) -> None:
-        """Raises EngineDownError if the worker is gone. The first ping after its end starts it
-        again, and later ones wait for that. A worker that does not answer is killed."""
-        if not self._lost:
-            try:
-                await self._ask("ping")
-            except asyncio.CancelledError:
-                await asyncio.to_thread(self._worker.end, seconds=0)
-                raise
-            return
+        """Raises EngineDownError if the worker is gone. One that does not answer is killed."""
+        try:
+            await self._ask("ping")
+        except asyncio.CancelledError:
+            await asyncio.to_thread(self._worker.end, seconds=0)
+            raise
+
+    async def _start_again(self) -> None:
+        """Starts a worker that is gone; others who ask meanwhile wait for the same start."""
         if self._starting is None:
             if not self._restarts:
                 raise EngineDownError(self._lost)

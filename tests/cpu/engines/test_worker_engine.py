@@ -132,9 +132,11 @@ def test_errors_come_back_with_their_type_and_text_and_the_worker_goes_on(engine
     np.testing.assert_array_equal(before[0], after[0])
 
 
-def test_a_worker_that_dies_fails_what_is_in_flight_and_is_started_again(context, monkeypatch):
+def test_a_worker_that_dies_fails_what_is_in_flight_and_is_started_again(
+    context, model, monkeypatch
+):
     monkeypatch.setattr(EmbeddedConfig, "restarts", 1)
-    engine = make_engine(CONFIG, context)
+    engine, weights = make_engine(CONFIG, context), hf_tensors(model)
 
     async def kill():
         asked = request("long", PROMPT, max_tokens=200, stream=True)
@@ -143,14 +145,16 @@ def test_a_worker_that_dies_fails_what_is_in_flight_and_is_started_again(context
                 os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(EngineDownError, match="was ended by SIGKILL"):
             await engine.score(np.array(PROMPT, np.int32))
-        await engine.ping()
+        with pytest.raises(EngineDownError, match="SIGKILL"):
+            await engine.ping()
+        await asyncio.gather(*(engine.load_weights(weights, version=1) for _ in range(2)))
         await engine.ping()
         assert len(await deltas_of(engine, request("a", PROMPT))) == 1
         os.kill(engine.pid, signal.SIGKILL)
         with pytest.raises(EngineDownError):
             await engine.score(np.array(PROMPT, np.int32))
         with pytest.raises(EngineDownError, match="SIGKILL"):  # once was all
-            await engine.ping()
+            await engine.load_weights(weights, version=2)
         await engine.close()
         with pytest.raises(EngineError, match="the engine is closed"):
             await engine.score(np.array(PROMPT, np.int32))
