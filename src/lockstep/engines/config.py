@@ -35,8 +35,8 @@ class PoolConfig(Checked):
     frozen_seconds: Annotated[float, ABOVE_0] = 120.0
     """A replica with requests counts as frozen after this silence and is taken out. After half of
     the time it is asked for one token, and a twelfth lies between two pings. One that is out is
-    tried again after a twelfth, then after twice as long each time, up to half of it. Requests wait
-    as long as that half when all replicas are out."""
+    tried again after a twelfth, then after twice as long each time, up to half of it. When all are
+    out, requests wait as long as that half, and while one is brought back."""
     reply_seconds: ClassVar[float] = 600.0
     """A request without a token for this time counts as lost and is sent again, if its replica
     serves others."""

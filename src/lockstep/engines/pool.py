@@ -74,6 +74,10 @@ class _Replica:
     revival: asyncio.Task[None] | None = None
     num_probes: int = 0
 
+    @property
+    def is_reviving(self) -> bool:
+        return self.revival is not None and not self.revival.done()
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _PoolEntry(Entry):
@@ -202,6 +206,7 @@ class Pool(LedgerEngine[_PoolEntry]):
         ready = [r for r in self._replicas if r.state == "ready"]
         out = [r for r in self._replicas if r.state == "out"]
         due = [r for r in out if not ready or _now() >= r.retry_at]
+        begun = [r for r in due if r.is_reviving]
         self._is_updating = True
         try:
             if self._config.update == "together":
@@ -210,6 +215,8 @@ class Pool(LedgerEngine[_PoolEntry]):
                 for replica in ready:
                     await self._load(replica)
             await _all(self._start_revival(r) for r in due)
+            # A revival that had begun before brought the weights of then.
+            await _all(self._start_revival(r) for r in begun if r.state == "out")
         finally:
             self._is_updating = False
             self._notify()
@@ -421,7 +428,8 @@ class Pool(LedgerEngine[_PoolEntry]):
             if ready:
                 others = [r for r in ready if r not in tries.replicas]
                 return self._pick(others or ready, tries.affinity)
-            is_over = _now() >= deadline or not any(map(self._can_revive, self._replicas))
+            is_late = _now() >= deadline and not any(r.is_reviving for r in self._replicas)
+            is_over = is_late or not any(map(self._can_revive, self._replicas))
             if is_over and not self._is_updating:
                 raise EngineError(f"all replicas are gone. {self._last_words()}")
             await self._changed(max(0.05, deadline - _now()))

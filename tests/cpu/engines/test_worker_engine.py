@@ -162,7 +162,8 @@ def test_a_worker_that_dies_fails_what_is_in_flight_and_is_started_again(
     asyncio.run(kill())
 
 
-def test_a_worker_may_take_longer_to_start_again_than_to_answer(context, model):
+@pytest.mark.parametrize("pause", [0.0, 0.3])
+def test_a_worker_may_take_longer_to_start_again_than_to_answer(context, model, pause):
     """A pool waits for its only worker: without it the run would end."""
     worker = make_engine(CONFIG, context)
     pool = Pool([worker], PoolConfig(frozen_seconds=0.4), names=["engine 0"])
@@ -173,6 +174,7 @@ def test_a_worker_may_take_longer_to_start_again_than_to_answer(context, model):
         asked = asyncio.ensure_future(reply_of(pool, request("a", PROMPT)))
         while pool.ready:
             await asyncio.sleep(0.01)
+        await asyncio.sleep(pause)  # after it the worker starts, to load version 1
         await pool.load_weights(other_weights(model, seed=2), version=2)
         assert (pool.version, len(pool.ready)) == (2, 1)
         await asked
