@@ -88,7 +88,7 @@ class TransformersEngine(FakeEngine):
         super().__init__(lambda request: [], vocab_size=vocab_size, max_tokens=max_tokens)
         self.model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self.model.eval()
-        self._capabilities = Capabilities(
+        self.capabilities = Capabilities(
             name="transformers", vocab_size=vocab_size, max_tokens=max_tokens,
             distributions=("model",), scored_distributions=("model",), has_score=True,
         )  # fmt: skip
@@ -113,7 +113,7 @@ class TransformersEngine(FakeEngine):
         yield Delta(
             token_ids=ids.numpy().astype(np.int32),
             logprobs=logprobs.numpy(),
-            policy_version=self._version,
+            policy_version=self.version,
             finish_reason="stop" if is_stop else "length",
             stop=int(ids[-1]) if is_stop else None,
             num_prefilled_tokens=len(prompt),
@@ -125,7 +125,7 @@ class TransformersEngine(FakeEngine):
             logprobs = self.model(ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
         values = np.full(len(ids), np.nan, np.float32)
         values[first:] = logprobs.gather(1, ids[1:, None])[first - 1 :, 0].numpy()
-        return Scores(logprobs=values, policy_version=self._version)
+        return Scores(logprobs=values, policy_version=self.version)
 
     async def load_weights(self, source: Mapping[str, Any] | str | None, *, version: int) -> None:
         assert isinstance(source, Mapping), "this engine takes tensors"
@@ -135,7 +135,7 @@ class TransformersEngine(FakeEngine):
         )
         if misfits := {k: names for k, names in found.items() if names}:
             raise EngineError(f"transformers does not load what was sent: {misfits}.")
-        self.model, self._version = loaded.eval(), version
+        self.model, self.version = loaded.eval(), version
 
 
 @make_engine.register

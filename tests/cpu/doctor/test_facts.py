@@ -107,6 +107,15 @@ def test_certain_tokens_of_both_sides_are_no_fillers():
     assert proved(changed(rows, "trainer_logprobs", at(3, 10, 50), -1e-7)) == {}
 
 
+def test_zeros_of_a_turn_are_fillers_beside_tokens_that_are_nearly_certain():
+    certain = np.random.default_rng(0).random(ROWS.num_tokens) < 0.4
+    rows = changed(
+        changed(ROWS, "rollout_logprobs", certain, -1e-4), "trainer_logprobs", certain, -2e-4
+    )
+    assert proved(rows) == {}
+    assert proved(changed(rows, "rollout_logprobs", at(3, 10, 50), 0.0)) == {"fillers": {"row-3"}}
+
+
 def test_zeros_of_a_temperature_near_0_are_no_fillers_and_zeros_without_it_are():
     same = np.random.default_rng(0).random(ROWS.num_tokens) < 0.5
     cold = np.where(same, 0.0, 0.2 * ROWS.rollout_logprobs).astype(np.float32)
@@ -150,6 +159,9 @@ def test_tokens_after_a_stop_are_observations_where_the_trainer_denies_them(gap,
     rows = changed(rows, "rollout_logprobs", after, rows.trainer_logprobs[after] + gap)
     (found,) = after_stop(rows, Setting(stop_ids=frozenset({46})))
     assert found.cause == cause and list(found.begin) == [3 * 120 + 31]
+    padded = changed(rows, "token_ids", after, 9)  # no observation, whatever the trainer says
+    (found,) = after_stop(padded, Setting(stop_ids=frozenset({46}), pad_id=9))
+    assert found.cause == "after_stop"
 
 
 @pytest.mark.parametrize(("later", "cause"), [(49, "boundary"), (None, "after_stop")])
@@ -409,6 +421,18 @@ def test_thinking_that_an_earlier_reply_lost():
     assert proved(rows_of(dialogues)) == {}
     bare = [dialogue(n) for n in range(12)]
     assert set(proved(rows_of(bare, messages=dialogues))) == {"thinking_dropped"}
+
+
+def test_equal_ids_that_both_sides_read_are_no_padding():
+    """Places of an image, or blanks of a table, where nobody says which id is padding."""
+    ids = ROWS.token_ids.reshape(12, -1).copy()
+    ids[:, 51:69] = 9
+    rows = ROWS.with_(token_ids=ids.reshape(-1))
+    assert proved(rows) == {}
+    far = rows.trainer_logprobs - np.where(rows.row_of == 3, 0.3 * (rows.position % 3), 0)
+    found = lockstep.diagnose(Dump(rows.with_(trainer_logprobs=far.astype(np.float32))))
+    sure = {cause.name: found.certainty_of(cause, f)[0] for cause, f in found.causes}
+    assert sure.get("padding") != "proved"
 
 
 def test_padding_and_prompts_that_stand_twice():

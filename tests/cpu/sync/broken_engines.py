@@ -38,7 +38,7 @@ class Taking(EmbeddedEngine):
         held = self.take(self.held or new, new, version)
         if held is None:
             self.loads.append(version)
-            self._version = version
+            self.version = version
             return
         self.held = held
         await super().load_weights(held, version=version)

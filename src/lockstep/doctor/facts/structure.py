@@ -101,8 +101,10 @@ def after_stop(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     spans_of_row = np.bincount(spans.row, minlength=len(rows))
     is_merged = spans_of_row[spans.row[hit]] == 1  # else the mask does tell turns apart
     is_dialogue = (goes_on & is_merged).mean() > 0.5 and rows.is_sampled is None
-    # Nobody drew tokens there that the trainer denies.
-    is_denied = gap_of(rows.gap[rows.within(begin, end)]).means()["k2"] > FAR**2 / 2
+    # Nobody drew tokens there that the trainer denies; padding is no observation.
+    pad = -1 if setting.pad_id is None else setting.pad_id
+    words = rows.within(begin, end) & (rows.token_ids != pad)
+    is_denied = gap_of(rows.gap[words]).means()["k2"] > FAR**2 / 2
     cause = "observation_trained" if is_dialogue or is_denied else "after_stop"
     note = "tokens after the stop id of a reply are trained"
     yield Contradiction(cause, note, begin, end, basis=basis)
@@ -224,13 +226,14 @@ def padding(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
     row_end = rows.offsets[rows.row_of[begin] + 1]
     chosen = is_pad & (end < row_end) & (begin > 0)
     chosen &= rows.num_in(rows.sampled, begin, row_end) > 0
-    is_front = chosen & (position[begin] == 1)
-    if agree(rows, rows.row_of[begin[is_front]], setting):  # both sides ignored it
-        chosen &= ~is_front
+    # Both sides ignored it, or read it, as they read the places of an image.
+    is_shared = chosen & ((position[begin] == 1) | (setting.pad_id is None))
+    if agree(rows, rows.row_of[begin[is_shared]], setting):
+        chosen &= ~is_shared
     note = "padding stands before or between tokens of a row"
     # A model scores the row without it (hypotheses/structure): what else is wrong then shows.
-    reaches_on = not setting.model
-    yield Contradiction("padding", note, begin[chosen] - 1, end[chosen], reaches_on=reaches_on)
+    found = partial(Contradiction, "padding", note, reaches_on=not setting.model)
+    yield found(begin[chosen] - 1, end[chosen], basis="fit" if setting.pad_id is None else "shown")
 
 
 @fact(needs=("policy_version", "trainer_version"))

@@ -134,20 +134,23 @@ def repeated(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
         numbers, count = np.unique(known, return_counts=True)
         for value in numbers[count >= MIN_EQUAL][:64]:
             same = is_known & (values == value)
-            alike, different = np.zeros_like(same), rows.token_ids[same]
+            near, alike, different = same, np.zeros_like(same), rows.token_ids[same]
             is_denied = same  # by nobody: zeros at nearly all tokens, of many ids
             if value == 0.0 and _is_cold(setting, values, other, is_known & ~same):
                 continue
             if other is not None:
                 with np.errstate(invalid="ignore"):
                     is_denied = same & (other < value - FAR)
+                    near = is_known & (np.abs(values - value) < ALIKE)
                     alike = is_known & (np.abs(other - value) < ALIKE)
                 # Bounds and fillers replace numbers that differ; tokens of one context repeat.
                 different = other[is_denied]
             elif value != 0.0 or same.sum() < 0.9 * len(known):
                 continue  # certain tokens have a log-prob of 0.0
-            # If the other side has it as often, it was moved.
+            # If the other side has it as often, it was moved. A shift brings few into a reply.
+            more = np.bincount(rows.span_of + 1, near.astype(np.float64) - alike).max()
             is_new = np.count_nonzero(same) - np.count_nonzero(alike) >= MIN_EQUAL
+            is_new |= more > MIN_EQUAL
             if not is_new or len(np.unique(different)) < MIN_EQUAL:
                 continue
             mine = is_known & np.isin(rows.row_of, rows.row_of[is_denied])
@@ -161,8 +164,5 @@ def repeated(rows: Rows, setting: Setting) -> Iterator[Contradiction]:
             if not is_bound and inner > MOST * is_denied.sum():
                 cause = "observation_trained"  # nobody drew the inside of a trained run
             note = f"{word} {value:g} replaces the {who}'s log-probs"
-            # A shift moves such numbers, and brings few into a reply.
-            sign = same.astype(np.float64) - alike
-            more = np.bincount(rows.span_of + 1, sign)
-            basis = "shown" if is_bound or int(more.max()) > MAX_SHIFT else "fit"
+            basis = "shown" if is_bound or more > MAX_SHIFT else "fit"
             yield Contradiction(cause, note, *rows.runs(is_denied), basis=basis)

@@ -168,6 +168,12 @@ def test_tensors_in_a_plain_dict_are_known_by_their_names(tmp_path):
     assert only(dump).gap[[2, 4]].tolist() == [-0.25, -0.25]
 
 
+def test_images_of_rows_are_not_read(save):
+    images = np.array([{"pixel_values": torch.zeros(2, 3)}, {}], object)
+    dump = open_dump(save(batch(), non_tensors=others(multi_modal_inputs=images)))
+    assert only(dump).token_ids.tolist() == only(open_dump(save(batch()))).token_ids.tolist()
+
+
 def test_settings_that_are_no_numbers_are_left_out(save):
     dump = VerlDump(save(batch(), global_steps="7", temperature=1 << 2000, eos_token_id=[9, "a"]))
     assert dump.facts.temperature is None and dump.facts.stop_ids == {9}
