@@ -136,15 +136,13 @@ class Chart:
             label = f"{name} {number(known[-1])}" if known else name
             marker = "o" if len(known) == 1 else ""
             axes.plot(steps, finite, color=colour, label=label, marker=marker)
-        if self.num_steps:
-            axes.set_xlim(right=self.num_steps)
+        axes.set_xlim(right=self.num_steps)
         axes.set_xlabel("step", color=GREY)
         axes.tick_params(colors=GREY)
         axes.grid(axis="y", alpha=0.25)
         axes.spines[:].set_visible(False)
         if self.series:
-            place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": len(self.series)}
-            axes.legend(**place, frameon=False, labelcolor=GREY)
+            figure.legend(loc="outside upper left", ncols=9, frameon=False, labelcolor=GREY)
         return figure
 
     def save(self, path: str | os.PathLike[str]) -> Path:

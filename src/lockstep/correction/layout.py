@@ -61,7 +61,7 @@ class Layout:
 
     @classmethod
     def padded(cls, mask: Tensor, *, group: dist.ProcessGroup | None = None) -> Layout:
-        """Layout of [B, T] tensors; mask [B, T], True or non-zero where a token counts."""
+        """Layout of [B, T] tensors; mask [B, T], True or 1 where a token counts."""
         mask = torch.as_tensor(mask)
         if mask.ndim != 2:
             raise AlignmentError(
@@ -69,7 +69,7 @@ class Layout:
                 "Layout.packed(lengths) is for rows that follow one another."
             )
         rows, tokens = mask.shape
-        return cls((rows, tokens), np.arange(rows + 1) * tokens, mask != 0, group)
+        return cls((rows, tokens), np.arange(rows + 1) * tokens, counted(mask), group)
 
     @classmethod
     def packed(
@@ -80,7 +80,7 @@ class Layout:
         group: dist.ProcessGroup | None = None,
     ) -> Layout:
         """Layout of [N] tensors that concatenate rows of these lengths; 0 is an empty row. mask:
-        [N], True or non-zero where a token counts; None counts all."""
+        [N], True or 1 where a token counts; None counts all."""
         if isinstance(lengths, Tensor):
             lengths = lengths.detach().cpu().numpy()
         sizes = np.asarray(lengths, np.int64).reshape(-1)
@@ -94,7 +94,7 @@ class Layout:
                 f"the rows' lengths sum to {total} tokens, the mask has the shape "
                 f"{list(mask.shape)}: expected [{total}]."
             )
-        return cls((total,), offsets, None if mask is None else mask != 0, group)
+        return cls((total,), offsets, None if mask is None else counted(mask), group)
 
     @property
     def num_rows(self) -> int:
@@ -162,3 +162,13 @@ class Layout:
     def counts_rows(self) -> bool:
         """True if this rank reports the rows that it shares, so that each is counted once."""
         return self.group is None or dist.get_rank(self.group) == 0
+
+
+def counted(mask: Tensor) -> Tensor:
+    """The mask as bool. Raises AlignmentError for a negative number or NaN, on a CPU: labels of
+    Hugging Face have -100 where a token does not count."""
+    is_on = mask > 0
+    if mask.device.type == "cpu" and bool((is_wrong := is_on != (mask != 0)).any()):
+        found = float(mask[is_wrong][0])
+        raise AlignmentError(f"the mask has the value {found:g}; expected 1 and 0, or bool.")
+    return is_on

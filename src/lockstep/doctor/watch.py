@@ -257,11 +257,7 @@ class Watch:
                     f"make. `lockstep doctor {self.directory} --model DIR` tries more hypotheses.",
                 )
             if not rows.loss_mask.any():
-                self._warn_once(
-                    "loss_mask",
-                    f"step {step}: doctor: loss_mask is 0 at all tokens of the {len(rows)} rows: "
-                    "nothing is trained, and nothing is compared.",
-                )
+                self._warn_once("loss_mask", f"step {step}: doctor: loss_mask is 0 at every token.")
             found = {"doctor/rows": len(rows), "doctor/causes": len(causes)}
             found |= {f"doctor/{cause}": 1.0 for cause in causes}
         except Exception as error:  # of a batch, a check, a disk: training must not end by it

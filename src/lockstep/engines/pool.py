@@ -677,9 +677,9 @@ def _now() -> float:
 
 
 def _text(error: BaseException) -> str:
-    text = str(error).rstrip(".")
-    is_known = isinstance(error, EngineError) and text
-    return text if is_known else f"{type(error).__name__}: {text}".rstrip(": ")
+    if isinstance(error, EngineError):
+        return str(error).rstrip(".")
+    return f"{type(error).__name__}: {error}".rstrip(".: ")
 
 
 async def _all(calls: Iterable[Awaitable[Any]]) -> None:

@@ -170,8 +170,6 @@ class WorkerEngine(Engine):
             try:
                 await self._load(source, version)
             except EngineDownError:
-                if self._is_closed:
-                    raise
                 await self._start_again()
             else:
                 self.version = version
@@ -226,7 +224,7 @@ class WorkerEngine(Engine):
     async def _start_again(self) -> None:
         """Starts a worker that is gone; others who ask meanwhile wait for the same start."""
         if self._starting is None:
-            if not self._restarts:
+            if not self._restarts or self._is_closed:
                 raise EngineDownError(self._lost)
             self._restarts -= 1
             self._starting = ThreadPoolExecutor(1).submit(self._begin_again)

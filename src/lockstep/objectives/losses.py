@@ -22,7 +22,7 @@ import torch
 from lockstep.correction import kl
 from lockstep.correction.arrays import takes_arrays
 from lockstep.correction.kl import RATIO_LIMIT
-from lockstep.correction.layout import Int64Array, Layout
+from lockstep.correction.layout import Int64Array, Layout, counted
 from lockstep.errors import AlignmentError, ConfigError
 from lockstep.objectives.config import (
     CISPO,
@@ -59,7 +59,7 @@ def read_tokens(mask: Tensor | None, **tensors: Tensor) -> list[Tensor]:
             )
     given = [live, *(x.detach() for name, x in tensors.items() if name != first)]
     wide = [x if x.dtype == torch.float64 else x.float() for x in given]
-    return wide if mask is None else [torch.where(mask != 0, x, 0.0) for x in wide]
+    return wide if mask is None else [torch.where(counted(mask), x, 0.0) for x in wide]
 
 
 Tensor = torch.Tensor
@@ -453,6 +453,8 @@ def _clipped(ratio: Tensor, advantages: Tensor, clip: Clip) -> tuple[Tensor, Ten
 def _bounded(ratio: Tensor, clip: Clip) -> tuple[Tensor, Tensor, Tensor]:
     """(`ratio` within its bounds, where it is below them, where it is above)."""
     below, above = clip if isinstance(clip, tuple | list) else (clip, clip)
+    if not all(isinstance(bound, Tensor) or bound >= 0 for bound in (below, above)):
+        raise ConfigError(f"clip={clip}: expected distances from 1, at least 0.")
     low, high = 1.0 - below, 1.0 + above
     # Two steps, since `clamp` does not mix numbers and tensors.
     return ratio.clamp(min=low).clamp(max=high), ratio < low, ratio > high
@@ -482,7 +484,7 @@ def _report(
     """Everything 0 where `mask` is False; metrics without gradient."""
 
     def inside(x: Tensor) -> Tensor:
-        return x if mask is None else torch.where(mask != 0, x, torch.zeros_like(x))
+        return x if mask is None else torch.where(counted(mask), x, torch.zeros_like(x))
 
     return TokenLoss(
         inside(loss),

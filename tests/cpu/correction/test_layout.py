@@ -20,6 +20,12 @@ def test_padded_and_packed_rows_have_the_same_sums():
     assert torch.equal(packed.row_counts(), padded.row_counts())
 
 
+@pytest.mark.parametrize("label", [-100, float("nan")])
+def test_labels_are_no_mask(label):
+    with pytest.raises(AlignmentError, match=f"{label}"):
+        Layout.padded(torch.tensor([[1, label]]))
+
+
 def test_what_is_masked_may_be_anything():
     layout = Layout.packed([3, 2], torch.tensor([True, False, True, False, False]))
     values = torch.tensor([1.0, float("nan"), 2.0, float("inf"), float("-inf")])

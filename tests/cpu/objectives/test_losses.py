@@ -275,6 +275,9 @@ def test_a_kind_that_is_none_is_refused_and_one_clip_is_for_both_sides():
     p = torch.tensor([-0.5])
     with pytest.raises(ConfigError, match="estimator='k1' must be one of k2, k3, unbiased"):
         losses.reference_kl(p, p, estimator="k1")
+    for clip in (-0.2, math.nan, (0.2, -1)):
+        with pytest.raises(ConfigError, match="clip="):
+            losses.ppo_clip(p, p, p, clip=clip)
     with pytest.raises(ConfigError, match="divergence='js' must be one of tv, kl"):
         losses.dppo(p, p, p, divergence="js")
     given = torch.tensor([0.5, -0.5]), torch.zeros(2), torch.tensor([1.0, -1.0])
