@@ -21,20 +21,20 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "lockstep"
 
 CEILINGS = {
-    "types, errors, config": 1_887,
+    "types, errors, config": 1_886,
     "tinker": 3_649,
     "run": 4_768,
     "renderers": 3_179,
     "models and ops": 8_501,
     "engines, sync, launch": 8_970,
     "agent": 6_583,
-    "learn: training, correction, objectives": 5_062,
+    "learn: training, correction, objectives": 5_063,
     "doctor": 7_314,
     "integrations": 1_246,
     "store, observe, report": 2_651,
     "environments and recipes": 3_415,
     "testing": 1_481,
-    "tests": 59_869,
+    "tests": 59_874,
     "proofs and benchmarks": 8_832,
 }
 """Code lines that a room may have. Who adds some removes as many; where a room shrinks, its ceiling

@@ -134,8 +134,7 @@ class Chart:
                 width = len(finite) // 10
                 finite = [fmean(finite[max(0, i + 1 - width) : i + 1]) for i in range(len(finite))]
             label = f"{name} {number(known[-1])}" if known else name
-            marker = "o" if len(known) == 1 else ""
-            axes.plot(steps, finite, color=colour, label=label, marker=marker)
+            axes.plot(steps, finite, color=colour, label=label, marker="o" * (len(known) == 1))
         axes.set_xlim(right=self.num_steps)
         axes.set_xlabel("step", color=GREY)
         axes.tick_params(colors=GREY)

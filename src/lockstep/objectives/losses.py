@@ -59,7 +59,8 @@ def read_tokens(mask: Tensor | None, **tensors: Tensor) -> list[Tensor]:
             )
     given = [live, *(x.detach() for name, x in tensors.items() if name != first)]
     wide = [x if x.dtype == torch.float64 else x.float() for x in given]
-    return wide if mask is None else [torch.where(counted(mask), x, 0.0) for x in wide]
+    is_on = None if mask is None else counted(mask)
+    return wide if is_on is None else [torch.where(is_on, x, 0.0) for x in wide]
 
 
 Tensor = torch.Tensor
@@ -483,8 +484,8 @@ def _report(
 ) -> TokenLoss:
     """Everything 0 where `mask` is False; metrics without gradient."""
 
-    def inside(x: Tensor) -> Tensor:
-        return x if mask is None else torch.where(counted(mask), x, torch.zeros_like(x))
+    def inside(x: Tensor) -> Tensor:  # the mask was checked where the tokens were read
+        return x if mask is None else torch.where(mask > 0, x, torch.zeros_like(x))
 
     return TokenLoss(
         inside(loss),

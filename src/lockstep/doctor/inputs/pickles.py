@@ -191,13 +191,13 @@ def _array(raw: Any, dtype: Any, shape: Any, order: Any) -> Array:
     return values.reshape(tuple(shape), order="F" if order == "F" else "C")
 
 
-def _tensor(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Array | None:
-    """torch._utils._rebuild_tensor_v2, as a numpy array. torch checks the bounds. storage: None for
-    a tensor within a column of objects, such as a row's images, which is not read."""
+def _tensor(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Array | Record:
+    """torch._utils._rebuild_tensor_v2, as a numpy array. torch checks the bounds. A tensor among
+    other objects, such as a row's images, has a `Record` as its storage, and stays one."""
     import torch
 
-    if storage is None:
-        return None
+    if isinstance(storage, Record):
+        return storage
     tensor = torch.empty(0, dtype=storage.dtype).set_(
         storage._untyped_storage, offset, tuple(size), tuple(stride)
     )
@@ -271,7 +271,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "torch.Size": tuple,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._tensor._rebuild_from_type_v2": _of_type,
-    "torch.storage._load_from_bytes": lambda _: None,
+    "torch.storage._load_from_bytes": lambda _: Record(),
     "torch.nested._internal.nested_tensor._rebuild_njt": _jagged,
     "torch.device": lambda *_: None,
     "skyrl.backends.skyrl_train.training_batch._rebuild_tensor_batch": _skyrl_batch,

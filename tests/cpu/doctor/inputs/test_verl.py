@@ -172,6 +172,11 @@ def test_images_of_rows_are_not_read(save):
     images = np.array([{"pixel_values": torch.zeros(2, 3)}, {}], object)
     dump = open_dump(save(batch(), non_tensors=others(multi_modal_inputs=images)))
     assert only(dump).token_ids.tolist() == only(open_dump(save(batch()))).token_ids.tolist()
+    apart = np.array([None, None], object)
+    apart[0] = torch.zeros(4)
+    given = {name: tensor for name, tensor in batch().items() if name != "rollout_log_probs"}
+    with pytest.raises(DataError, match="rollout_log_probs"):  # one that is needed is not lost
+        open_dump(save(given, non_tensors=others(rollout_log_probs=apart)))
 
 
 def test_settings_that_are_no_numbers_are_left_out(save):
